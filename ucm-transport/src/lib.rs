@@ -7,10 +7,16 @@
 
 mod engine;
 mod error;
+mod host;
 mod memory;
 mod plan;
+mod planner;
+mod region_table;
 
 pub use engine::{Capabilities, Completion, Quiesce, Ticket, TransferEngine};
 pub use error::{ErrorKind, Rejected, TransferError};
+pub use host::{HostEngine, HostEngineBuilder};
 pub use memory::{Location, Memory, RegionId};
 pub use plan::{Addr, Hold, Transfer, TransferPlan};
+pub use planner::{Group, PlanLimits, Planned, RegionInfo, plan};
+pub use region_table::{Region, RegionLease, RegionTable, RegionView};

@@ -81,14 +81,19 @@ impl Memory {
     /// # Errors
     /// [`TransferError`] of kind `Invalid` if `len` is zero or too large for an allocation.
     pub fn host(len: usize) -> Result<Self, TransferError> {
-        let layout = Layout::from_size_align(len, 4096)
-            .ok()
-            .filter(|l| l.size() > 0)
-            .ok_or_else(|| TransferError::invalid(format!("cannot allocate a region of {len} bytes")))?;
+        let layout =
+            Layout::from_size_align(len, 4096).ok().filter(|l| l.size() > 0).ok_or_else(|| {
+                TransferError::invalid(format!("cannot allocate a region of {len} bytes"))
+            })?;
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(layout) };
         let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
-        Ok(Self { base: ptr, len, location: Location::Host, _keep: Arc::new(HeapPages { ptr, layout }) })
+        Ok(Self {
+            base: ptr,
+            len,
+            location: Location::Host,
+            _keep: Arc::new(HeapPages { ptr, layout }),
+        })
     }
 
     /// Describes memory owned by somebody else.
@@ -104,6 +109,24 @@ impl Memory {
         keep: Arc<dyn Any + Send + Sync>,
     ) -> Self {
         Self { base, len, location, _keep: keep }
+    }
+
+    /// A part of this memory, which keeps all of it mapped.
+    ///
+    /// # Errors
+    /// Kind `OutOfBounds` when the range leaves the memory, `Invalid` for zero bytes.
+    pub fn part(&self, offset: usize, len: usize) -> Result<Self, TransferError> {
+        if len == 0 {
+            return Err(TransferError::invalid("a part of zero bytes"));
+        }
+        match offset.checked_add(len) {
+            Some(end) if end <= self.len => {
+                // SAFETY: offset <= len of the live mapping.
+                let base = unsafe { self.base.add(offset) };
+                Ok(Self { base, len, ..self.clone() })
+            }
+            _ => Err(TransferError::out_of_bounds(offset as u64, len as u64, self.len as u64)),
+        }
     }
 
     /// Length in bytes.
@@ -154,7 +177,10 @@ impl Memory {
 
     fn host_range(&self, offset: usize, len: usize) -> Result<NonNull<u8>, TransferError> {
         if !matches!(self.location, Location::Host | Location::PinnedHost) {
-            return Err(TransferError::unsupported(format!("{:?} is not host memory", self.location)));
+            return Err(TransferError::unsupported(format!(
+                "{:?} is not host memory",
+                self.location
+            )));
         }
         match offset.checked_add(len) {
             // SAFETY: offset <= len of the live mapping.
@@ -166,6 +192,9 @@ impl Memory {
 
 impl fmt::Debug for Memory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Memory").field("len", &self.len).field("location", &self.location).finish_non_exhaustive()
+        f.debug_struct("Memory")
+            .field("len", &self.len)
+            .field("location", &self.location)
+            .finish_non_exhaustive()
     }
 }
