@@ -1,1 +1,86 @@
-fn main() {}
+//! Developer commands of the ucm workspace: `cargo xtask --help`.
+//!
+//! Owns: the command line. Each command lives in its own module and prints what it runs.
+//! **Invariant:** a command that could not do its work ends with a non-zero code; nothing is
+//! installed or downloaded besides what cargo itself needs.
+
+#![forbid(unsafe_code)]
+
+mod bench;
+mod ci;
+mod demo;
+mod features;
+mod loom;
+mod shell;
+mod summary;
+mod test;
+mod tidy;
+mod workspace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::{
+    shell::{Failure, say},
+    workspace::Workspace,
+};
+
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", about = "Developer commands of the ucm workspace", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run every test (nextest when installed, else cargo test) and the doctests
+    Test(test::Args),
+    /// Run what continuous integration runs, in its order
+    Ci(ci::Args),
+    /// Check the house rules a compiler cannot check
+    Tidy(tidy::Args),
+    /// Run the loom models of ucm-ctrl
+    Loom(loom::Args),
+    /// Build and lint every feature alone, in pairs where few, and all together
+    Features(features::Args),
+    /// Run the standard benchmarks, or compare two runs
+    Bench(bench::Args),
+    /// Run the demo: rank processes sharing one cache
+    Demo(demo::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let done = Workspace::load().and_then(|workspace| match &cli.command {
+        Command::Test(args) => test::run(args, &workspace),
+        Command::Ci(args) => ci::run(args, &workspace),
+        Command::Tidy(args) => tidy::run(args, &workspace),
+        Command::Loom(args) => loom::run(args, &workspace),
+        Command::Features(args) => features::run(args, &workspace),
+        Command::Bench(args) => bench::run(args, &workspace),
+        Command::Demo(args) => demo::run(args, &workspace),
+    });
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure(message)) => {
+            if !message.is_empty() {
+                say(&format!("xtask: {message}"));
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::Cli;
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+}

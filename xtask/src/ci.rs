@@ -1,0 +1,101 @@
+//! `cargo xtask ci`: what continuous integration runs, in its order.
+//!
+//! Owns: the list of steps.
+//! **Invariant:** every step runs even when an earlier one failed; one failed step fails the whole;
+//! a step that cannot run here is named in the closing report, never passed over.
+
+use crate::{
+    bench, features, loom,
+    shell::{Failure, Shell, fail, print, say},
+    test, tidy,
+    workspace::Workspace,
+};
+
+/// Options of `cargo xtask ci`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Args {
+    /// Leave the tests out, because `cargo xtask test` ran just before
+    #[arg(long)]
+    skip_test: bool,
+    /// Stop at the first failed step
+    #[arg(long)]
+    fail_fast: bool,
+    /// Only these steps
+    #[arg(value_name = "STEP", value_parser = STEPS)]
+    only: Vec<String>,
+}
+
+const STEPS: [&str; 9] =
+    ["fmt", "tidy", "clippy", "test", "doc", "features", "loom", "examples", "bench"];
+
+enum Outcome {
+    Done,
+    CannotRun(&'static str),
+}
+
+/// Runs the steps and reports which failed.
+pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
+    let mut failed = Vec::new();
+    let mut skipped = 0;
+    for step in STEPS {
+        let chosen = args.only.is_empty() || args.only.iter().any(|only| only == step);
+        if !chosen || (step == "test" && args.skip_test) {
+            continue;
+        }
+        say(&format!("== {step}"));
+        match run_step(step, workspace) {
+            Ok(Outcome::Done) => {}
+            Ok(Outcome::CannotRun(why)) => {
+                print(&format!("SKIP step {step}: {why}"));
+                skipped += 1;
+            }
+            Err(Failure(message)) => {
+                say(&format!("== {step} failed {message}"));
+                failed.push(step);
+                if args.fail_fast {
+                    break;
+                }
+            }
+        }
+    }
+    let good = failed.is_empty();
+    print(&if good {
+        "ci: all steps good".to_owned()
+    } else {
+        format!("ci: failed steps: {failed:?}")
+    });
+    // Failed tests are counted one by one already; other failed steps count as one failure each.
+    let mut summary = test::last_summary(workspace).unwrap_or_default();
+    let other = failed.iter().filter(|step| **step != "test").count();
+    summary.add_steps(u64::try_from(other).unwrap_or(u64::MAX), skipped);
+    print(&summary.to_string());
+    if good { Ok(()) } else { fail("") }
+}
+
+fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
+    match step {
+        "fmt" => {
+            if Shell::cargo(&["fmt", "--version"]).quiet().is_none() {
+                return Ok(Outcome::CannotRun("install it with: rustup component add rustfmt"));
+            }
+            Shell::cargo(&["fmt", "--all", "--check"]).run()?;
+        }
+        "tidy" => tidy::run(&tidy::Args::default(), workspace)?,
+        "clippy" => {
+            if !features::has_clippy() {
+                return Ok(Outcome::CannotRun("install it with: rustup component add clippy"));
+            }
+            Shell::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+                .run()?;
+        }
+        "test" => test::run(&test::Args::default(), workspace)?,
+        "doc" => Shell::cargo(&["doc", "--workspace", "--no-deps"])
+            .env("RUSTDOCFLAGS", "-D warnings")
+            .run()?,
+        "features" => features::run(&features::Args::default(), workspace)?,
+        "loom" => loom::run(&loom::Args::default(), workspace)?,
+        "examples" => Shell::cargo(&["build", "--workspace", "--examples"]).run()?,
+        _ => bench::run(&bench::Args::smoke(), workspace)?,
+    }
+    Ok(Outcome::Done)
+}

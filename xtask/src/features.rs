@@ -1,0 +1,114 @@
+//! `cargo xtask features`: every feature of every package builds alone, and all together.
+//!
+//! Owns: the list of feature sets to try.
+//! **Invariant:** the sets come from `cargo metadata`, so a new feature cannot be forgotten.
+
+use crate::{
+    shell::{Failure, Shell, fail, say},
+    workspace::Workspace,
+};
+
+/// Up to this many features all pairs are tried as well.
+const PAIRS_UP_TO: usize = 6;
+
+/// Options of `cargo xtask features`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Args {
+    /// Only these packages (default: all)
+    #[arg(short, long = "package", value_name = "NAME")]
+    packages: Vec<String>,
+    /// Print the feature sets, build nothing
+    #[arg(long)]
+    list: bool,
+}
+
+/// Is clippy installed for this toolchain?
+pub(crate) fn has_clippy() -> bool {
+    Shell::cargo(&["clippy", "--version"]).quiet().is_some()
+}
+
+/// Checks each package with each of its feature sets, warnings are errors.
+pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
+    let clippy = has_clippy();
+    if !clippy {
+        say("clippy is not installed: the feature sets are only built");
+    }
+    let mut failed = Vec::new();
+    for package in workspace.packages() {
+        let name = package.name.as_str();
+        if !args.packages.is_empty() && !args.packages.iter().any(|p| p == name) {
+            continue;
+        }
+        let features: Vec<&str> = package
+            .features
+            .keys()
+            .map(String::as_str)
+            .filter(|feature| *feature != "default" && !feature.starts_with("__"))
+            .collect();
+        for set in feature_sets(&features) {
+            let what = format!("{name} [{}]", set.join(","));
+            if args.list {
+                crate::shell::print(&what);
+                continue;
+            }
+            let command = if clippy { "clippy" } else { "check" };
+            let mut shell = Shell::cargo(&[command, "--quiet", "-p", name, "--all-targets"])
+                .args(&["--no-default-features", "--features", &set.join(",")]);
+            shell = if clippy {
+                shell.args(&["--", "-D", "warnings"])
+            } else {
+                shell.env("RUSTFLAGS", "-D warnings")
+            };
+            if !shell.status()? {
+                failed.push(what);
+            }
+        }
+    }
+    if failed.is_empty() {
+        Ok(())
+    } else {
+        fail(format!("feature sets that do not build cleanly: {}", failed.join("; ")))
+    }
+}
+
+/// None, each alone, pairs where they are few, all.
+fn feature_sets<'a>(features: &[&'a str]) -> Vec<Vec<&'a str>> {
+    let mut sets = vec![Vec::new()];
+    sets.extend(features.iter().map(|feature| vec![*feature]));
+    if features.len() <= PAIRS_UP_TO {
+        for (at, first) in features.iter().enumerate() {
+            sets.extend(features.iter().skip(at + 1).map(|second| vec![*first, *second]));
+        }
+    }
+    let all = features.to_vec();
+    if !sets.contains(&all) {
+        sets.push(all);
+    }
+    sets
+}
+
+#[cfg(test)]
+mod tests {
+    use super::feature_sets;
+
+    #[test]
+    fn sets_are_none_each_pairs_and_all_without_repeats() {
+        assert_eq!(feature_sets(&[]), [Vec::<&str>::new()]);
+        assert_eq!(feature_sets(&["a"]), [vec![], vec!["a"]]);
+        assert_eq!(
+            feature_sets(&["a", "b", "c"]),
+            [
+                vec![],
+                vec!["a"],
+                vec!["b"],
+                vec!["c"],
+                vec!["a", "b"],
+                vec!["a", "c"],
+                vec!["b", "c"],
+                vec!["a", "b", "c"],
+            ]
+        );
+        let many = ["a", "b", "c", "d", "e", "f", "g"];
+        assert_eq!(feature_sets(&many).len(), 1 + 7 + 1);
+    }
+}

@@ -1,0 +1,142 @@
+//! `cargo xtask test`: every test of the workspace, and an honest closing line.
+//!
+//! Owns: the choice of runner and the sum over runs.
+//! **Invariant:** the last line is `N passed, N failed, N skipped`, also when nothing could be
+//! built (which counts as one failure).
+
+use std::fs;
+
+use crate::{
+    shell::{Failure, Shell, fail, print, say},
+    summary::{LibtestReader, Summary, from_junit},
+    workspace::Workspace,
+};
+
+const JUNIT: &str = "nextest/default/junit.xml";
+const CLOSING_LINE: &str = "xtask/tests.txt";
+
+/// Options of `cargo xtask test`.
+#[derive(Debug, Default, clap::Args)]
+pub(crate) struct Args {
+    /// Only these packages (default: all)
+    #[arg(short, long = "package", value_name = "NAME")]
+    packages: Vec<String>,
+    /// Leave the doctests out
+    #[arg(long)]
+    no_doc: bool,
+    /// Use `cargo test` even when cargo-nextest is installed
+    #[arg(long)]
+    no_nextest: bool,
+    /// Only tests whose name contains one of these
+    #[arg(value_name = "FILTER")]
+    filters: Vec<String>,
+    /// Arguments handed to the test runner as they are
+    #[arg(last = true, value_name = "RUNNER ARGS")]
+    rest: Vec<String>,
+}
+
+/// Runs the tests, then the doctests; prints why tests were skipped and the closing line.
+pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
+    let mut summary = Summary::default();
+    let nextest = !args.no_nextest && Shell::cargo(&["nextest", "--version"]).quiet().is_some();
+    let good = if nextest {
+        with_nextest(args, workspace, &mut summary)?
+    } else {
+        say("cargo-nextest is not in use: cargo test runs the tests");
+        with_libtest(args, &mut summary)?
+    };
+    let docs_good = args.no_doc || doctests(args, workspace, &mut summary)?;
+    if !(good && docs_good) {
+        summary.broken_run();
+    }
+    if let Err(error) = summary.store(&workspace.target().join(CLOSING_LINE)) {
+        say(&format!("cannot keep the closing line for later: {error}"));
+    }
+    summary.reasons().for_each(|reason| print(&reason));
+    print(&summary.to_string());
+    if summary.total() == 0 {
+        return fail("no test matches");
+    }
+    if summary.failed() > 0 { fail("") } else { Ok(()) }
+}
+
+/// The counts of the last run of `test`, if there was one.
+pub(crate) fn last_summary(workspace: &Workspace) -> Option<Summary> {
+    Summary::parse(&fs::read_to_string(workspace.target().join(CLOSING_LINE)).ok()?)
+}
+
+fn with_nextest(
+    args: &Args,
+    workspace: &Workspace,
+    summary: &mut Summary,
+) -> Result<bool, Failure> {
+    let junit = workspace.target().join(JUNIT);
+    match fs::remove_file(&junit) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            return fail(format!("cannot remove the old {}: {error}", junit.display()));
+        }
+        _ => {}
+    }
+    let good = Shell::cargo(&["nextest", "run", "--no-fail-fast", "--no-tests", "pass"])
+        .args(&selection(args))
+        .args(&args.filters)
+        .args(&args.rest)
+        .status()?;
+    if let Ok(xml) = fs::read_to_string(&junit) {
+        summary.add(&from_junit(&xml));
+    }
+    if !good {
+        summary.broken_run();
+    }
+    Ok(good)
+}
+
+fn with_libtest(args: &Args, summary: &mut Summary) -> Result<bool, Failure> {
+    let mut reader = LibtestReader::default();
+    let good =
+        Shell::cargo(&["test", "--no-fail-fast", "--lib", "--bins", "--tests", "--examples"])
+            .args(&selection(args))
+            .args(&["--", "--show-output"])
+            .args(&args.filters)
+            .args(&args.rest)
+            .watch(|line| reader.line(line))?;
+    let mut counts = reader.finish();
+    if !good {
+        counts.broken_run();
+    }
+    summary.add(&counts);
+    Ok(good)
+}
+
+fn doctests(args: &Args, workspace: &Workspace, summary: &mut Summary) -> Result<bool, Failure> {
+    let mut wanted = Vec::new();
+    for package in workspace.packages() {
+        let name = package.name.as_str();
+        let chosen = args.packages.is_empty() || args.packages.iter().any(|p| p == name);
+        if chosen && workspace.has_library(name) {
+            wanted.extend(["-p".to_owned(), name.to_owned()]);
+        }
+    }
+    if wanted.is_empty() {
+        return Ok(true);
+    }
+    let mut reader = LibtestReader::default();
+    let good = Shell::cargo(&["test", "--doc", "--no-fail-fast"])
+        .args(&wanted)
+        .args(&["--", "--show-output"])
+        .args(&args.filters)
+        .watch(|line| reader.line(line))?;
+    let mut counts = reader.finish();
+    if !good {
+        counts.broken_run();
+    }
+    summary.add(&counts);
+    Ok(good)
+}
+
+fn selection(args: &Args) -> Vec<String> {
+    if args.packages.is_empty() {
+        return vec!["--workspace".to_owned()];
+    }
+    args.packages.iter().flat_map(|name| ["-p".to_owned(), name.clone()]).collect()
+}
