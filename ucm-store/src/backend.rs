@@ -1,6 +1,6 @@
 //! The trait every backend implements.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 use crate::{Op, StoreError};
 
@@ -64,4 +64,30 @@ pub trait Backend: Send + Sync + fmt::Debug {
 
     /// Removes objects; removing an absent one is `Ok`. One result per key, in order.
     fn remove(&self, keys: &[([u8; 16], u32)]) -> Vec<Result<(), StoreError>>;
+}
+
+impl<B: Backend + ?Sized> Backend for Arc<B> {
+    fn capabilities(&self) -> BackendCapabilities {
+        (**self).capabilities()
+    }
+
+    fn load(&self, ops: Vec<Op>) {
+        (**self).load(ops);
+    }
+
+    fn dump(&self, ops: Vec<Op>) {
+        (**self).dump(ops);
+    }
+
+    fn contains(&self, keys: &[([u8; 16], u32)]) -> Vec<Presence> {
+        (**self).contains(keys)
+    }
+
+    fn touch(&self, blocks: &[[u8; 16]]) -> Result<(), StoreError> {
+        (**self).touch(blocks)
+    }
+
+    fn remove(&self, keys: &[([u8; 16], u32)]) -> Vec<Result<(), StoreError>> {
+        (**self).remove(keys)
+    }
 }

@@ -6,8 +6,23 @@
 
 mod backend;
 mod error;
+mod latency;
+mod memory;
+mod meter;
 mod op;
+mod pattern;
+mod pattern_backend;
+mod random;
+mod raw;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+mod timer;
 
 pub use backend::{Backend, BackendCapabilities, Presence};
 pub use error::{ErrorKind, StoreError};
+pub use latency::{Delay, LatencyBackend};
+pub use memory::MemoryBackend;
+pub use meter::{Meter, MeterReport, Metered};
 pub use op::{Completed, IoMemory, Op, Sink};
+pub use pattern::{PatternMismatch, Seems, fill_pattern, pattern_word, verify_pattern};
+pub use pattern_backend::PatternBackend;

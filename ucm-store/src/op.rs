@@ -3,9 +3,14 @@
 //! **Invariant:** an [`Op`] reaches its [`Sink`] exactly once; dropping it unfinished counts as a
 //! failure (`Lost`), so a lost request is impossible by construction.
 
-use std::{any::Any, fmt, ptr::NonNull, sync::Arc};
+use std::{
+    any::Any,
+    fmt,
+    ptr::NonNull,
+    sync::{Arc, Mutex, PoisonError},
+};
 
-use crate::{ErrorKind, StoreError};
+use crate::{ErrorKind, StoreError, raw};
 
 /// Memory lent to a backend for one operation.
 ///
@@ -40,6 +45,16 @@ impl IoMemory {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Memory of this process alone, zeroed, aligned to 4096 bytes; it frees itself.
+    ///
+    /// # Errors
+    /// `Invalid` for zero bytes or more than can be allocated.
+    pub fn private(len: usize) -> Result<Self, StoreError> {
+        let pages = raw::Pages::new(len)?;
+        // SAFETY: the pages live as long as the hold, and nothing else refers to them.
+        Ok(unsafe { Self::from_raw(pages.base(), len, Box::new(pages)) })
     }
 
     /// First byte. Using it is subject to the rules of [`IoMemory::from_raw`].
@@ -108,6 +123,13 @@ pub struct Completed {
 pub trait Sink: Send + Sync {
     /// Takes one ended operation.
     fn complete(&self, completed: Completed);
+
+    /// Takes operations that ended together. Worth implementing where one wake-up can serve all.
+    fn complete_all(&self, batch: Vec<Completed>) {
+        for completed in batch {
+            self.complete(completed);
+        }
+    }
 }
 
 /// One load or dump of one object.
@@ -120,7 +142,13 @@ pub struct Op {
 
 impl Op {
     /// A new operation on shard `shard` of block `block`; it ends in `sink` with `token`.
-    pub fn new(block: [u8; 16], shard: u32, token: u64, memory: IoMemory, sink: Arc<dyn Sink>) -> Self {
+    pub fn new(
+        block: [u8; 16],
+        shard: u32,
+        token: u64,
+        memory: IoMemory,
+        sink: Arc<dyn Sink>,
+    ) -> Self {
         Self { block, shard, token, rest: Some((memory, sink)) }
     }
 
@@ -152,10 +180,65 @@ impl Op {
         self.end(result);
     }
 
+    /// Ends operations together: those of the same sink reach it as one batch.
+    pub fn finish_all(ended: impl IntoIterator<Item = (Self, Result<(), StoreError>)>) {
+        let mut batches: Vec<(Arc<dyn Sink>, Vec<Completed>)> = Vec::new();
+        for (mut op, result) in ended {
+            let Some((memory, sink)) = op.rest.take() else { continue };
+            let completed = Completed { token: op.token, result, memory };
+            match batches.iter_mut().find(|(known, _)| Arc::ptr_eq(known, &sink)) {
+                Some((_, batch)) => batch.push(completed),
+                None => batches.push((sink, vec![completed])),
+            }
+        }
+        for (sink, mut batch) in batches {
+            match batch.len() {
+                1 => batch.drain(..).for_each(|completed| sink.complete(completed)),
+                _ => sink.complete_all(batch),
+            }
+        }
+    }
+
+    /// An operation on the same memory whose end goes to `on_end` instead: with this operation,
+    /// unfinished, and the result so far. `on_end` may finish it, start it elsewhere or keep it;
+    /// dropping it ends it as `Lost`. This is how a backend wraps another.
+    #[must_use]
+    pub fn intercept<F>(mut self, on_end: F) -> Self
+    where
+        F: FnOnce(Self, Result<(), StoreError>) + Send + 'static,
+    {
+        let Some((memory, sink)) = self.rest.take() else { return self };
+        let (block, shard, token) = (self.block, self.shard, self.token);
+        let inner = Intercepted { block, shard, token, end: Mutex::new(Some((sink, on_end))) };
+        Self { block, shard, token, rest: Some((memory, Arc::new(inner))) }
+    }
+
     fn end(&mut self, result: Result<(), StoreError>) {
         if let Some((memory, sink)) = self.rest.take() {
             sink.complete(Completed { token: self.token, result, memory });
         }
+    }
+}
+
+/// The sink between an intercepted operation and its owner.
+struct Intercepted<F> {
+    block: [u8; 16],
+    shard: u32,
+    token: u64,
+    end: Mutex<Option<(Arc<dyn Sink>, F)>>,
+}
+
+impl<F> Sink for Intercepted<F>
+where
+    F: FnOnce(Op, Result<(), StoreError>) + Send,
+{
+    fn complete(&self, completed: Completed) {
+        let end = self.end.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // Only one operation was made with this sink, so it is called once.
+        let Some((sink, on_end)) = end else { return };
+        let rest = Some((completed.memory, sink));
+        let op = Op { block: self.block, shard: self.shard, token: self.token, rest };
+        on_end(op, completed.result);
     }
 }
 
@@ -172,5 +255,21 @@ impl fmt::Debug for Op {
             .field("shard", &self.shard)
             .field("token", &self.token)
             .finish_non_exhaustive()
+    }
+}
+
+/// Zero bytes make no object; every backend says so in the same way.
+pub(crate) fn refuse_empty(op: &Op) -> Result<(), StoreError> {
+    if op.memory().is_empty() {
+        return Err(StoreError::new(ErrorKind::Invalid, "an object has at least one byte"));
+    }
+    Ok(())
+}
+
+/// Ends each operation with what `work` says about it, as soon as it is known.
+pub(crate) fn finish_each(ops: Vec<Op>, work: impl Fn(&Op) -> Result<(), StoreError>) {
+    for op in ops {
+        let result = work(&op);
+        op.finish(result);
     }
 }
