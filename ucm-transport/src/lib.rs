@@ -12,6 +12,8 @@ mod memory;
 mod plan;
 mod planner;
 mod region_table;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 
 pub use engine::{Capabilities, Completion, Quiesce, Ticket, TransferEngine};
 pub use error::{ErrorKind, Rejected, TransferError};

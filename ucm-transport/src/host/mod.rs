@@ -32,6 +32,7 @@ pub struct HostEngineBuilder {
     max_in_flight: usize,
     span_bytes: usize,
     panic_at: Option<u64>,
+    name: String,
 }
 
 impl HostEngineBuilder {
@@ -51,6 +52,13 @@ impl HostEngineBuilder {
     /// Default 256 KiB, minimum 4 KiB.
     pub fn span_bytes(mut self, bytes: usize) -> Self {
         self.span_bytes = bytes.max(4096);
+        self
+    }
+
+    /// Name of the worker threads, as `top` and debuggers show it; a number is added.
+    /// Default "ucm-copy".
+    pub fn name(mut self, name: impl Into<String>) -> Self {
+        self.name = name.into();
         self
     }
 
@@ -77,7 +85,7 @@ impl HostEngineBuilder {
         for n in 0..self.workers {
             let shared = Arc::clone(&engine.shared);
             let handle = thread::Builder::new()
-                .name(format!("ucm-copy-{n}"))
+                .name(format!("{}-{n}", self.name))
                 .spawn(move || worker::run(&shared))
                 .map_err(|e| {
                     TransferError::new(
@@ -113,6 +121,7 @@ impl HostEngine {
             max_in_flight: 4096,
             span_bytes: SPAN_BYTES,
             panic_at: None,
+            name: "ucm-copy".into(),
         }
     }
 
@@ -201,3 +210,6 @@ impl Drop for HostEngine {
         self.shared.abandon();
     }
 }
+
+#[cfg(test)]
+mod tests;
