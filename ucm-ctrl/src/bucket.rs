@@ -1,0 +1,347 @@
+//! The index: buckets of six tagged entries and an overflow chain through the slots.
+//!
+//! **Invariant:** every change of a bucket is committed by one store, made under its lock; entries
+//! never move. So a lock-free reader misses no resident key in the entries, and a bucket whose
+//! lock holder died needs an unlock, not a repair.
+
+use std::time::{Duration, Instant};
+
+use crate::{
+    event,
+    key::Hashed,
+    layout::{Bucket, Slot},
+    member::MemberInner,
+    region::PoolTables,
+    slot::{Phase, SlotWord},
+    sync::{AtomicU32, Backoff, Ordering},
+};
+
+/// A key in the form the tables compare.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RawKey {
+    pub(crate) lo: u64,
+    pub(crate) hi: u64,
+    pub(crate) shard: u32,
+    pub(crate) hashed: Hashed,
+}
+
+impl Slot {
+    pub(crate) fn load(&self) -> SlotWord {
+        SlotWord(self.word.load(Ordering::SeqCst))
+    }
+
+    pub(crate) fn change(&self, from: SlotWord, to: SlotWord) -> bool {
+        self.word.compare_exchange(from.0, to.0, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+
+    pub(crate) fn holds(&self, key: &RawKey) -> bool {
+        self.block_lo.load(Ordering::Acquire) == key.lo
+            && self.block_hi.load(Ordering::Acquire) == key.hi
+            && self.shard.load(Ordering::Acquire) == key.shard
+    }
+
+    pub(crate) fn set_key(&self, key: &RawKey) {
+        self.block_lo.store(key.lo, Ordering::Release);
+        self.block_hi.store(key.hi, Ordering::Release);
+        self.shard.store(key.shard, Ordering::Release);
+    }
+
+    pub(crate) fn unpinned(&self) -> bool {
+        self.pins.iter().all(|word| word.load(Ordering::SeqCst) == 0)
+    }
+}
+
+fn entry(tag: u32, slot: u32) -> u64 {
+    (u64::from(tag) << 32) | (u64::from(slot) + 1)
+}
+
+/// Slot and tag of an entry; `None` for an empty one.
+fn parse(entry: u64) -> Option<(u32, u32)> {
+    let tag = u32::try_from(entry >> 32).unwrap_or(0);
+    let slot = u32::try_from(entry & u64::from(u32::MAX)).unwrap_or(0);
+    slot.checked_sub(1).map(|slot| (slot, tag))
+}
+
+/// What a look into a bucket under its lock found.
+#[derive(Debug)]
+pub(crate) enum Found {
+    /// The key is resident, or an evictor has just claimed it and may give it back.
+    Resident,
+    /// The key is not in the bucket (leftovers of it were removed).
+    Absent,
+}
+
+impl<'a> PoolTables<'a> {
+    pub(crate) fn bucket_index(&self, hashed: Hashed) -> usize {
+        let mask = self.buckets.len() as u64 - 1;
+        usize::try_from(hashed.position & mask).unwrap_or(0)
+    }
+
+    pub(crate) fn slot(&self, index: u32) -> Option<&'a Slot> {
+        self.slots.get(index as usize)
+    }
+
+    /// Looks for a key without a lock. What it returns is a candidate: pin it, then look again.
+    pub(crate) fn find(&self, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+        let bucket = self.buckets.get(self.bucket_index(key.hashed))?;
+        for entry in &bucket.entries {
+            if let Some((index, tag)) = parse(entry.load(Ordering::Acquire))
+                && tag == key.hashed.tag
+                && let Some(found) = self.candidate(index, key)
+            {
+                return Some(found);
+            }
+        }
+        if bucket.overflow.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        self.find_in_chain(bucket, key)
+    }
+
+    #[cold]
+    fn find_in_chain(&self, bucket: &'a Bucket, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+        // A removal during the walk may lead it astray: walk again. A chain never has more members
+        // than slots; a longer walk is a cycle made by corruption.
+        for _ in 0..64 {
+            let version = bucket.chain_version.load(Ordering::Acquire);
+            let mut next = bucket.overflow.load(Ordering::Acquire);
+            for _ in 0..self.slots.len() {
+                let Some(index) = next.checked_sub(1) else { break };
+                if let Some(found) = self.candidate(index, key) {
+                    return Some(found);
+                }
+                next = self.slot(index)?.next.load(Ordering::Acquire);
+            }
+            if bucket.chain_version.load(Ordering::Acquire) == version {
+                return None;
+            }
+        }
+        None
+    }
+
+    fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+        let slot = self.slot(index)?;
+        let word = slot.load();
+        let there = word.phase().is_resident() || word.phase() == Phase::Claimed;
+        (there && slot.holds(key)).then_some((index, slot, word))
+    }
+
+    /// Locks the bucket of a key in the name of a member.
+    pub(crate) fn lock(&self, member: &MemberInner, hashed: Hashed) -> Option<Locked<'a>> {
+        let bucket = self.buckets.get(self.bucket_index(hashed))?;
+        acquire_lock(&bucket.lock, member);
+        Some(Locked { tables: *self, bucket })
+    }
+}
+
+const SLEEPING: u32 = 1 << 31;
+
+fn acquire_lock(lock: &AtomicU32, member: &MemberInner) {
+    let mine = u32::from(member.index) + 1;
+    let mut backoff = Backoff::default();
+    let mut slept = 0;
+    loop {
+        // Whoever has slept must assume that others sleep too.
+        if lock.compare_exchange(0, mine | slept, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            return;
+        }
+        if backoff.snooze() < 64 || cfg!(ucm_loom) {
+            continue;
+        }
+        let seen = lock.load(Ordering::SeqCst);
+        if seen == 0 {
+            continue;
+        }
+        let marked = seen | SLEEPING;
+        if seen == marked
+            || lock.compare_exchange(seen, marked, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        {
+            slept = SLEEPING;
+            sleep_on(lock, marked, Duration::from_millis(5));
+            let holder = (marked & !SLEEPING).wrapping_sub(1);
+            if let Ok(holder) = u8::try_from(holder)
+                && holder != member.index
+                && lock.load(Ordering::SeqCst) == marked
+                && member.is_dead(holder)
+            {
+                break_lock(lock, holder);
+                member.count(|c| &c.locks_recovered, 1);
+            }
+        }
+    }
+}
+
+/// Frees a lock whose holder is proven dead. Buckets are consistent at every instant, so there is
+/// nothing to repair. True when the lock was the holder's.
+pub(crate) fn break_lock(lock: &AtomicU32, holder: u8) -> bool {
+    let seen = lock.load(Ordering::SeqCst);
+    let held = seen & !SLEEPING == u32::from(holder) + 1;
+    let broken =
+        held && lock.compare_exchange(seen, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+    if broken {
+        wake(lock);
+    }
+    broken
+}
+
+#[cfg(not(ucm_loom))]
+fn sleep_on(lock: &AtomicU32, seen: u32, longest: Duration) {
+    event::futex::sleep(lock, seen, Some(Instant::now() + longest));
+}
+
+#[cfg(not(ucm_loom))]
+fn wake(lock: &AtomicU32) {
+    event::futex::wake_all(lock);
+}
+
+#[cfg(ucm_loom)]
+fn sleep_on(_: &AtomicU32, _: u32, _: Duration) {}
+
+#[cfg(ucm_loom)]
+fn wake(_: &AtomicU32) {}
+
+/// A bucket under lock; unlocked on drop.
+#[derive(Debug)]
+pub(crate) struct Locked<'a> {
+    tables: PoolTables<'a>,
+    bucket: &'a Bucket,
+}
+
+impl Locked<'_> {
+    /// Looks for a key. Removes entries of slots that have left it already.
+    pub(crate) fn look(&self, key: &RawKey) -> Found {
+        for entry in &self.bucket.entries {
+            let Some((index, tag)) = parse(entry.load(Ordering::Relaxed)) else { continue };
+            if tag != key.hashed.tag {
+                continue;
+            }
+            match self.judge(index, key) {
+                Verdict::Other => {}
+                Verdict::Resident => return Found::Resident,
+                Verdict::Left => entry.store(0, Ordering::Release),
+            }
+        }
+        for index in self.chain() {
+            match self.judge(index, key) {
+                Verdict::Other => {}
+                Verdict::Resident => return Found::Resident,
+                Verdict::Left => {
+                    self.unchain(index);
+                    // The chain changed under the iterator: look once more.
+                    return self.look(key);
+                }
+            }
+        }
+        Found::Absent
+    }
+
+    fn judge(&self, index: u32, key: &RawKey) -> Verdict {
+        // While an entry is in its bucket and the lock is held, the slot's key cannot change: its
+        // next holder unlinks it first, under this lock.
+        match self.tables.slot(index) {
+            Some(slot) if slot.holds(key) => match slot.load().phase() {
+                Phase::Detached | Phase::Draining | Phase::Free => Verdict::Left,
+                _ => Verdict::Resident,
+            },
+            _ => Verdict::Other,
+        }
+    }
+
+    /// Links a slot under a key that is absent.
+    pub(crate) fn insert(&self, key: &RawKey, index: u32) {
+        for entry_word in &self.bucket.entries {
+            if entry_word.load(Ordering::Relaxed) == 0 {
+                entry_word.store(entry(key.hashed.tag, index), Ordering::Release);
+                return;
+            }
+        }
+        if let Some(slot) = self.tables.slot(index) {
+            slot.next.store(self.bucket.overflow.load(Ordering::Relaxed), Ordering::Release);
+            self.bucket.overflow.store(index + 1, Ordering::Release);
+        }
+    }
+
+    /// Unlinks a slot if it is linked here; true when it was.
+    pub(crate) fn remove(&self, index: u32) -> bool {
+        for entry in &self.bucket.entries {
+            if parse(entry.load(Ordering::Relaxed)).is_some_and(|(slot, _)| slot == index) {
+                entry.store(0, Ordering::Release);
+                return true;
+            }
+        }
+        self.unchain(index)
+    }
+
+    /// True when the slot is linked here.
+    pub(crate) fn contains(&self, index: u32) -> bool {
+        let in_entry = |entry: &crate::sync::AtomicU64| {
+            parse(entry.load(Ordering::Relaxed)).is_some_and(|(slot, _)| slot == index)
+        };
+        self.bucket.entries.iter().any(in_entry) || self.chain().any(|slot| slot == index)
+    }
+
+    fn chain(&self) -> impl Iterator<Item = u32> {
+        let mut next = self.bucket.overflow.load(Ordering::Relaxed);
+        let mut steps = 0;
+        std::iter::from_fn(move || {
+            let index = next.checked_sub(1)?;
+            steps += 1;
+            if steps > self.tables.slots.len() {
+                return None;
+            }
+            next = self.tables.slot(index)?.next.load(Ordering::Relaxed);
+            Some(index)
+        })
+    }
+
+    fn unchain(&self, index: u32) -> bool {
+        let mut link = &self.bucket.overflow;
+        for _ in 0..self.tables.slots.len() {
+            let at = link.load(Ordering::Relaxed);
+            let Some(slot) = at.checked_sub(1).and_then(|at| self.tables.slot(at)) else {
+                return false;
+            };
+            if at == index + 1 {
+                link.store(slot.next.load(Ordering::Relaxed), Ordering::Release);
+                self.bucket.chain_version.fetch_add(1, Ordering::Release);
+                return true;
+            }
+            link = &slot.next;
+        }
+        false
+    }
+}
+
+enum Verdict {
+    Other,
+    Resident,
+    Left,
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if self.bucket.lock.swap(0, Ordering::SeqCst) & SLEEPING != 0 {
+            wake(&self.bucket.lock);
+        }
+    }
+}
+
+/// Walks all linked slots of a bucket without a lock, for inspection.
+pub(crate) fn linked(tables: &PoolTables<'_>, bucket: &Bucket) -> Vec<(u32, Option<u32>)> {
+    let mut out = Vec::new();
+    for entry in &bucket.entries {
+        if let Some((slot, tag)) = parse(entry.load(Ordering::Acquire)) {
+            out.push((slot, Some(tag)));
+        }
+    }
+    let mut next = bucket.overflow.load(Ordering::Acquire);
+    while let Some(index) = next.checked_sub(1) {
+        if out.len() > tables.slots.len() + bucket.entries.len() {
+            break;
+        }
+        out.push((index, None));
+        let Some(slot) = tables.slot(index) else { break };
+        next = slot.next.load(Ordering::Acquire);
+    }
+    out
+}

@@ -1,0 +1,259 @@
+//! Which slot to take: free ones first, then CLOCK with a second chance.
+//!
+//! The hand moves slot by slot; an accessed bit is cleared and passed, a pinned or filling slot is
+//! passed with its bit untouched, the first unpinned slot without a bit is the victim; after one
+//! full lap the next evictable slot is taken whatever its bit, so a search takes at most two laps.
+//! (F. J. Corbató, "A paging experiment with the Multics system", 1968.)
+//!
+//! **Invariant:** a slot leaves its key only through [`PoolTables::claim`], which no two searches
+//! can win for the same slot, and which gives it back when a pin has come in between.
+
+use crate::{
+    bucket::RawKey,
+    freemap,
+    key::{BlockId, Hasher},
+    layout::Slot,
+    member::MemberInner,
+    region::PoolTables,
+    slot::{Phase, SlotWord},
+    sync::Ordering,
+};
+
+/// Slots a preallocation looks at before it gives up, so that it never delays a task noticeably.
+const PREALLOC_SCAN: u32 = 65_536;
+
+impl<'a> PoolTables<'a> {
+    /// Sets the accessed bit. Reads first: a hot slot's bit is set already, and the line stays
+    /// shared between the cores.
+    pub(crate) fn mark(&self, slot: u32) {
+        if let Some(word) = self.accessed.get(slot as usize / 64) {
+            let bit = 1 << (slot % 64);
+            if word.load(Ordering::Relaxed) & bit == 0 {
+                word.fetch_or(bit, Ordering::Relaxed);
+            }
+        }
+    }
+
+    pub(crate) fn is_marked(&self, slot: u32) -> bool {
+        self.accessed
+            .get(slot as usize / 64)
+            .is_some_and(|w| w.load(Ordering::Relaxed) & (1 << (slot % 64)) != 0)
+    }
+
+    fn unmark(&self, slot: u32) {
+        if let Some(word) = self.accessed.get(slot as usize / 64) {
+            word.fetch_and(!(1 << (slot % 64)), Ordering::Relaxed);
+        }
+    }
+
+    /// Finds a slot for a key that is absent. The slot comes back `Detached` in the member's name;
+    /// `None` means that every slot is pinned or being filled.
+    pub(crate) fn obtain(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
+        member.count(|c| &c.victim_searches, 1);
+        if let Some(slot) = freemap::take(self.free_regular, |slot| self.claim_free(member, slot)) {
+            return Some(slot);
+        }
+        if self.hot.full.0.load(Ordering::SeqCst) != 0 {
+            return None;
+        }
+        let victim = self.sweep(member).or_else(|| self.declare_full(member))?;
+        self.vacate(member, hasher, victim);
+        Some(victim)
+    }
+
+    fn sweep(&self, member: &MemberInner) -> Option<u32> {
+        let slots = u64::from(self.regular);
+        for step in 0..2 * slots {
+            let at = self.hot.cursor.0.fetch_add(1, Ordering::Relaxed) % slots;
+            let Ok(at) = u32::try_from(at) else { continue };
+            if let Some(word) = self.evictable(at) {
+                if step < slots && self.is_marked(at) {
+                    self.unmark(at);
+                } else if self.claim(member, at, word, || true) {
+                    member.count(|c| &c.victim_steps, step + 1);
+                    return Some(at);
+                }
+            }
+        }
+        member.count(|c| &c.victim_steps, 2 * slots);
+        None
+    }
+
+    /// Remembers that everything is pinned, so that the next searches answer at once. Whoever
+    /// makes a slot evictable clears the flag *after* doing so; this look after setting it is the
+    /// other half of that handshake.
+    fn declare_full(&self, member: &MemberInner) -> Option<u32> {
+        self.hot.full.0.store(1, Ordering::SeqCst);
+        for slot in 0..self.regular {
+            if let Some(word) = self.evictable(slot)
+                && self.claim(member, slot, word, || true)
+            {
+                self.not_full();
+                return Some(slot);
+            }
+        }
+        None
+    }
+
+    /// To be called whenever a slot may have become evictable or free.
+    pub(crate) fn not_full(&self) {
+        if self.hot.full.0.load(Ordering::SeqCst) != 0 {
+            self.hot.full.0.store(0, Ordering::SeqCst);
+        }
+    }
+
+    /// Finds a slot for preallocation: free, or unpinned without accessed bit; then the same among
+    /// the reserved slots, whose bits age with each search. `None` when there is none.
+    pub(crate) fn obtain_idle(&self, member: &MemberInner, hasher: Hasher) -> Option<(u32, bool)> {
+        let free = |slot| self.claim_free(member, slot);
+        if let Some(slot) = freemap::take(self.free_regular, free) {
+            return Some((slot, false));
+        }
+        if let Some(victim) = self.peek_cold(member) {
+            self.vacate(member, hasher, victim);
+            return Some((victim, false));
+        }
+        let free = |slot: u32| self.claim_free(member, slot + self.regular);
+        if let Some(slot) = freemap::take(self.free_reserved, free) {
+            return Some((slot + self.regular, true));
+        }
+        let victim = self.sweep_reserved(member)?;
+        self.vacate(member, hasher, victim);
+        Some((victim, true))
+    }
+
+    /// First evictable regular slot without accessed bit, ahead of the hand. Neither moves the hand
+    /// nor clears bits: preallocation takes what is cold already and ages nothing.
+    fn peek_cold(&self, member: &MemberInner) -> Option<u32> {
+        let start = self.hot.cursor.0.load(Ordering::Relaxed) % u64::from(self.regular);
+        let start = u32::try_from(start).unwrap_or(0);
+        let mut step = 0;
+        let limit = self.regular.min(PREALLOC_SCAN);
+        while step < limit {
+            let at = (start + step) % self.regular;
+            let word = self.accessed.get(at as usize / 64)?.load(Ordering::Relaxed);
+            let left_in_word = 64 - at % 64;
+            let cold = !word >> (at % 64);
+            if cold == 0 {
+                step += left_in_word.min(self.regular - at);
+                continue;
+            }
+            let skip = cold.trailing_zeros();
+            if skip > 0 {
+                step += skip.min(self.regular - at);
+                continue;
+            }
+            if let Some(word) = self.evictable(at)
+                && self.claim(member, at, word, || !self.is_marked(at))
+            {
+                return Some(at);
+            }
+            step += 1;
+        }
+        None
+    }
+
+    fn sweep_reserved(&self, member: &MemberInner) -> Option<u32> {
+        let total = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
+        let reserved = u64::from(total - self.regular);
+        for _ in 0..reserved {
+            let step = self.hot.reserved_cursor.0.fetch_add(1, Ordering::Relaxed) % reserved;
+            let at = self.regular + u32::try_from(step).unwrap_or(0);
+            if let Some(word) = self.evictable(at) {
+                if self.is_marked(at) {
+                    self.unmark(at);
+                } else if self.claim(member, at, word, || !self.is_marked(at)) {
+                    return Some(at);
+                }
+            }
+        }
+        None
+    }
+
+    fn evictable(&self, slot: u32) -> Option<SlotWord> {
+        let slot = self.slot(slot)?;
+        let word = slot.load();
+        (word.phase().is_evictable() && slot.unpinned()).then_some(word)
+    }
+
+    /// Takes a slot away from its key, unless a pin has come in between or `still` has become false
+    /// (Dekker: the claimer changes the word, then reads the pins; a pinner sets its bit, then
+    /// reads the word).
+    pub(crate) fn claim(
+        &self,
+        member: &MemberInner,
+        index: u32,
+        seen: SlotWord,
+        still: impl Fn() -> bool,
+    ) -> bool {
+        let Some(slot) = self.slot(index) else { return false };
+        let claimed = seen.next_generation().to(Phase::Claimed, Some(member.index));
+        if !slot.change(seen, claimed) {
+            return false;
+        }
+        if slot.unpinned() && still() {
+            return slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
+        }
+        slot.change(claimed, seen);
+        false
+    }
+
+    fn claim_free(&self, member: &MemberInner, index: u32) -> bool {
+        let Some(slot) = self.slot(index) else { return false };
+        let seen = slot.load();
+        if seen.phase() != Phase::Free || !slot.unpinned() {
+            return false;
+        }
+        let claimed = seen.next_generation().to(Phase::Detached, Some(member.index));
+        if !slot.change(seen, claimed) {
+            return false;
+        }
+        // A late waiter of a drained fill may still hold it.
+        slot.unpinned() || !slot.change(claimed, seen)
+    }
+
+    /// Unlinks a claimed slot from its old key.
+    pub(crate) fn vacate(&self, member: &MemberInner, hasher: Hasher, index: u32) {
+        member.count(|c| &c.evictions, 1);
+        if let Some(slot) = self.slot(index)
+            && let Some(bucket) = self.lock(member, slot.key(hasher).hashed)
+        {
+            bucket.remove(index);
+        }
+    }
+
+    /// Gives a detached slot back to the free ones.
+    pub(crate) fn release(&self, index: u32) {
+        if let Some(slot) = self.slot(index) {
+            let word = slot.load();
+            slot.change(word, word.to(Phase::Free, None));
+            self.hint_free(index);
+        }
+    }
+
+    /// Makes a slot whose word says `Free` findable.
+    pub(crate) fn hint_free(&self, index: u32) {
+        match index.checked_sub(self.regular) {
+            None => freemap::set(self.free_regular, index),
+            Some(reserved) => freemap::set(self.free_reserved, reserved),
+        }
+        self.not_full();
+    }
+}
+
+impl Slot {
+    /// The key in the slot, as long as nobody changes it.
+    pub(crate) fn key(&self, hasher: Hasher) -> RawKey {
+        let lo = self.block_lo.load(Ordering::Acquire);
+        let hi = self.block_hi.load(Ordering::Acquire);
+        let shard = self.shard.load(Ordering::Acquire);
+        RawKey { lo, hi, shard, hashed: Hasher::shard(hasher.block(lo, hi), shard) }
+    }
+
+    pub(crate) fn block(&self) -> BlockId {
+        BlockId::from_halves(
+            self.block_lo.load(Ordering::Acquire),
+            self.block_hi.load(Ordering::Acquire),
+        )
+    }
+}

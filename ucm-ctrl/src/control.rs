@@ -1,0 +1,112 @@
+//! A control region as a value: create it, attach to it, join it.
+//!
+//! **Invariant:** a region is complete before anybody else can see it.
+
+use std::{fmt, os::fd::OwnedFd};
+
+use crate::{CtrlError, Geometry, Member, MemberSpec, fork, member, region::Region, sync::Arc};
+
+/// Tells whether a member's process is proven dead. Asked by a member that has waited unusually
+/// long for a lock; must not guess.
+pub trait Liveness: Send + Sync + fmt::Debug {
+    /// True only with proof (a readable pidfd, a lock released by the kernel).
+    fn is_dead(&self, member: MemberId) -> bool;
+}
+
+/// Index of a member record, the *seat*: `0..MAX_MEMBERS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct MemberId(pub u8);
+
+/// A mapped control region. Cheap to clone; thread-safe.
+#[derive(Clone, Debug)]
+pub struct Control {
+    pub(crate) region: Arc<Region>,
+}
+
+impl Control {
+    /// Makes a region in a sealed memfd, to be shared by passing [`fd`](Self::fd).
+    ///
+    /// # Errors
+    /// `Geometry` with the offending number, `Os` when memory cannot be had.
+    #[cfg(not(ucm_loom))]
+    pub fn create(geometry: &Geometry, boot_token: [u8; 16]) -> Result<Self, CtrlError> {
+        fork::prepare();
+        Ok(Self { region: Arc::new(Region::create_shared(geometry, halves(boot_token))?) })
+    }
+
+    /// Makes a region that only this process sees: for tests and single-process use.
+    ///
+    /// # Errors
+    /// `Geometry` with the offending number.
+    pub fn private(geometry: &Geometry) -> Result<Self, CtrlError> {
+        fork::prepare();
+        Ok(Self { region: Arc::new(Region::create_private(geometry, [0x5eed, 0xfeed])?) })
+    }
+
+    /// Maps a region made by another process.
+    ///
+    /// # Errors
+    /// `Version` for another layout version, `Corrupt` for anything that is not a finished region,
+    /// `Os` when it cannot be mapped.
+    #[cfg(not(ucm_loom))]
+    pub fn attach(fd: OwnedFd) -> Result<Self, CtrlError> {
+        fork::prepare();
+        Ok(Self { region: Arc::new(Region::attach(fd)?) })
+    }
+
+    /// A duplicate of the region's descriptor; `None` for a private region.
+    ///
+    /// # Errors
+    /// `Os` at the limit of open files.
+    #[cfg(not(ucm_loom))]
+    pub fn fd(&self) -> Result<Option<OwnedFd>, CtrlError> {
+        self.region.fd()
+    }
+
+    /// Sizes of the region.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        self.region.geometry()
+    }
+
+    /// Bytes of shared memory the region takes.
+    #[must_use]
+    pub fn total_bytes(&self) -> usize {
+        self.region.total_bytes()
+    }
+
+    /// The random number that names this life of the cache.
+    #[must_use]
+    pub fn boot_token(&self) -> [u8; 16] {
+        let [a, b] = self.region.boot_token();
+        (u128::from(a) | (u128::from(b) << 64)).to_le_bytes()
+    }
+
+    /// Takes the lowest free member record.
+    ///
+    /// # Errors
+    /// `MembersFull`, or `Fenced` in a forked child.
+    pub fn join(&self, spec: MemberSpec) -> Result<Member, CtrlError> {
+        member::join(self, None, spec)
+    }
+
+    /// Takes a particular member record.
+    ///
+    /// # Errors
+    /// `MembersFull` when it is in use.
+    pub fn join_at(&self, id: MemberId, spec: MemberSpec) -> Result<Member, CtrlError> {
+        member::join(self, Some(id), spec)
+    }
+
+    /// Lowest free member record that is not in `except`.
+    #[must_use]
+    pub fn free_member(&self, except: &[u16]) -> Option<MemberId> {
+        member::free_record(&self.region, except)
+    }
+}
+
+#[cfg(not(ucm_loom))]
+fn halves(token: [u8; 16]) -> [u64; 2] {
+    let (a, b) = crate::BlockId(token).halves();
+    [a, b]
+}

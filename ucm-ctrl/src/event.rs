@@ -1,0 +1,145 @@
+//! A 32-bit event counter that processes can sleep on.
+//!
+//! Bits 0 and 1 say who must be told when the counter moves; the counter itself is in bits 2..32.
+//! **Invariant:** a sleeper sets its flag before it looks at the condition one last time, and the
+//! counter moves after the condition has changed, so no wake-up is lost; flags are cleared by the
+//! bump, so a sleeper that died costs at most one futile wake-up.
+
+use std::time::Instant;
+
+use crate::sync::{AtomicU32, Ordering};
+
+/// Somebody sleeps on this word.
+pub(crate) const SLEEPERS: u32 = 1;
+/// Somebody wants the doorbells of the pinned members rung.
+pub(crate) const ARMED: u32 = 2;
+const FLAGS: u32 = SLEEPERS | ARMED;
+const STEP: u32 = 4;
+
+/// See the module description. Lives in shared memory.
+#[cfg_attr(not(ucm_loom), repr(transparent))]
+#[derive(Debug, Default)]
+pub(crate) struct EventWord {
+    word: AtomicU32,
+    #[cfg(ucm_loom)]
+    lot: futex::Lot,
+}
+
+impl EventWord {
+    /// The counter without its flags.
+    pub(crate) fn count(&self) -> u32 {
+        self.word.load(Ordering::SeqCst) & !FLAGS
+    }
+
+    /// Sets `flag` and returns the whole word, to be handed to [`sleep`](Self::sleep).
+    pub(crate) fn arm(&self, flag: u32) -> u32 {
+        self.word.fetch_or(flag, Ordering::SeqCst) | flag
+    }
+
+    /// Moves the counter on, clears the flags and returns them.
+    pub(crate) fn bump(&self) -> u32 {
+        let mut old = self.word.load(Ordering::Relaxed);
+        loop {
+            let new = (old & !FLAGS).wrapping_add(STEP);
+            match self.word.compare_exchange_weak(old, new, Ordering::SeqCst, Ordering::Relaxed) {
+                Ok(_) => return old & FLAGS,
+                Err(now) => old = now,
+            }
+        }
+    }
+
+    /// Moves the counter on and wakes those who sleep on it. Safe in a signal handler.
+    pub(crate) fn ring(&self) {
+        if self.bump() & SLEEPERS != 0 {
+            self.wake_all();
+        }
+    }
+
+    /// Wakes everybody who sleeps on the word.
+    pub(crate) fn wake_all(&self) {
+        #[cfg(not(ucm_loom))]
+        futex::wake_all(&self.word);
+        #[cfg(ucm_loom)]
+        self.lot.wake_all();
+    }
+
+    /// Sleeps while the word equals `seen`, at most until the deadline. Returns early at will
+    /// (signals); the caller looks at its condition again.
+    pub(crate) fn sleep(&self, seen: u32, deadline: Option<Instant>) {
+        #[cfg(not(ucm_loom))]
+        futex::sleep(&self.word, seen, deadline);
+        #[cfg(ucm_loom)]
+        self.lot.sleep(&self.word, seen, deadline);
+    }
+}
+
+#[cfg(not(ucm_loom))]
+pub(crate) mod futex {
+    //! The kernel's futex on shared memory.
+
+    use std::{
+        sync::atomic::AtomicU32,
+        time::{Duration, Instant},
+    };
+
+    use rustix::thread::futex;
+
+    pub(crate) fn wake_all(word: &AtomicU32) {
+        // Waking cannot fail on a mapped word; there is nothing to do about it if it does.
+        let _ = futex::wake(word, futex::Flags::empty(), i32::MAX.cast_unsigned());
+    }
+
+    pub(crate) fn sleep(word: &AtomicU32, seen: u32, deadline: Option<Instant>) {
+        let timeout = match deadline {
+            None => None,
+            Some(at) => {
+                let left = at.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return;
+                }
+                // The kernel refuses absurd values; a year is for ever.
+                let left = left.min(Duration::from_secs(365 * 86_400));
+                rustix::fs::Timespec::try_from(left).ok()
+            }
+        };
+        // EAGAIN (the word moved), EINTR and ETIMEDOUT all mean "look again".
+        let _ = futex::wait(word, futex::Flags::empty(), seen, timeout.as_ref());
+    }
+}
+
+#[cfg(ucm_loom)]
+mod futex {
+    //! A futex in terms of loom's mutex and condition variable: a lost wake-up is a deadlock, which
+    //! loom reports.
+
+    use std::time::Instant;
+
+    use loom::sync::{Condvar, Mutex, atomic::AtomicU32, atomic::Ordering};
+
+    #[derive(Debug)]
+    pub(crate) struct Lot {
+        mutex: Mutex<()>,
+        condvar: Condvar,
+    }
+
+    impl Default for Lot {
+        fn default() -> Self {
+            Self { mutex: Mutex::new(()), condvar: Condvar::new() }
+        }
+    }
+
+    impl Lot {
+        pub(crate) fn wake_all(&self) {
+            let _guard = self.mutex.lock().unwrap();
+            self.condvar.notify_all();
+        }
+
+        pub(crate) fn sleep(&self, word: &AtomicU32, seen: u32, deadline: Option<Instant>) {
+            let guard = self.mutex.lock().unwrap();
+            if word.load(Ordering::SeqCst) != seen || deadline.is_some() {
+                return;
+            }
+            drop(self.condvar.wait(guard).unwrap());
+        }
+    }
+}

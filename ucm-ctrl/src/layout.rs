@@ -1,0 +1,187 @@
+//! The shared structures, byte by byte. `docs/format.md` draws them.
+//!
+//! **Invariant:** every field is an atomic; another process may write any of them at any time.
+
+use crate::{
+    event::EventWord,
+    sync::{AtomicU32, AtomicU64},
+};
+
+/// Version of everything in this file. A member of another version is refused at attach.
+pub const LAYOUT_VERSION: u32 = 1;
+/// "UCMCTRL\x01", written last at creation.
+pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"UCMCTRL\x01");
+
+/// Most members (ranks and schedulers) of one region.
+pub const MAX_MEMBERS: usize = if cfg!(ucm_loom) { 4 } else { 128 };
+/// Most pools of one region.
+pub const MAX_POOLS: usize = 8;
+pub(crate) const ENTRIES: usize = 6;
+
+pub(crate) const HEADER_BYTES: usize = 4096;
+/// The two sizes as the header records them.
+pub(crate) const LAYOUT_HEADER_BYTES: u32 = 4096;
+pub(crate) const LAYOUT_MEMBERS: u32 = 128;
+pub(crate) const MEMBER_BYTES: usize = 512;
+pub(crate) const LEASE_BYTES: usize = 32;
+pub(crate) const POOL_BYTES: usize = 256;
+pub(crate) const BUCKET_BYTES: usize = 64;
+pub(crate) const SLOT_BYTES: usize = 64;
+
+/// Description of one pool in the header.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct PoolHeader {
+    pub(crate) slots: AtomicU32,
+    pub(crate) reserved: AtomicU32,
+    pub(crate) shards_per_block: AtomicU32,
+    _pad: AtomicU32,
+    pub(crate) shard_bytes: AtomicU64,
+    _reserved: [AtomicU64; 5],
+}
+
+/// First page of the region. Constant after creation, apart from the last lines.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct Header {
+    pub(crate) magic: AtomicU64,
+    pub(crate) layout_version: AtomicU32,
+    pub(crate) header_bytes: AtomicU32,
+    pub(crate) boot_token: [AtomicU64; 2],
+    pub(crate) total_bytes: AtomicU64,
+    pub(crate) pools: AtomicU32,
+    pub(crate) members: AtomicU32,
+    pub(crate) leases: AtomicU32,
+    _pad: [AtomicU32; 3],
+    pub(crate) pool: [PoolHeader; MAX_POOLS],
+}
+
+/// Counters of one member, written by that member only. Cumulative over all holders of the record.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct Counters {
+    pub(crate) hits: AtomicU64,
+    pub(crate) owners: AtomicU64,
+    pub(crate) takeovers: AtomicU64,
+    pub(crate) waiters: AtomicU64,
+    pub(crate) fulls: AtomicU64,
+    pub(crate) evictions: AtomicU64,
+    pub(crate) victim_searches: AtomicU64,
+    pub(crate) victim_steps: AtomicU64,
+    pub(crate) publishes: AtomicU64,
+    pub(crate) failures: AtomicU64,
+    pub(crate) drains: AtomicU64,
+    pub(crate) preallocs: AtomicU64,
+    pub(crate) prealloc_reserved: AtomicU64,
+    pub(crate) prealloc_nothing: AtomicU64,
+    pub(crate) touched: AtomicU64,
+    pub(crate) leases: AtomicU64,
+    pub(crate) deaths: AtomicU64,
+    pub(crate) slots_recovered: AtomicU64,
+    pub(crate) pins_recovered: AtomicU64,
+    pub(crate) locks_recovered: AtomicU64,
+    pub(crate) corruptions: AtomicU64,
+    _reserved: [AtomicU64; 11],
+}
+
+/// One member (rank or scheduler) of the region.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct MemberRecord {
+    /// Bits 0..8 state, 8..16 who reaps it, 32..64 generation.
+    pub(crate) word: AtomicU64,
+    pub(crate) pid: AtomicU32,
+    /// Device id as two's complement; negative for schedulers.
+    pub(crate) device: AtomicU32,
+    pub(crate) local_ranks: AtomicU32,
+    pub(crate) role: AtomicU32,
+    pub(crate) joined_ms: AtomicU64,
+    _reserved: [AtomicU64; 4],
+    pub(crate) doorbell: Line<EventWord>,
+    pub(crate) lease_bell: Line<EventWord>,
+    pub(crate) counters: Counters,
+    _tail: [AtomicU64; 8],
+}
+
+/// A value alone on its cache line.
+#[derive(Debug, Default)]
+#[cfg_attr(not(ucm_loom), repr(C, align(64)))]
+pub(crate) struct Line<T>(pub(crate) T);
+
+/// Lease of a set of slots for a number of consumers.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct LeaseRecord {
+    /// Bits 0..8 state, 8..16 holder, 16..32 consumers left, 32..64 generation.
+    pub(crate) word: AtomicU64,
+    pub(crate) deadline_ns: AtomicU64,
+    pub(crate) slots: AtomicU32,
+    pub(crate) consumers: AtomicU32,
+    _reserved: AtomicU64,
+}
+
+/// Words of a pool that change often, each on its own line.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct PoolHot {
+    /// CLOCK hand of the regular slots; counts up for ever, taken modulo the slots.
+    pub(crate) cursor: Line<AtomicU64>,
+    /// CLOCK hand of the reserved slots.
+    pub(crate) reserved_cursor: Line<AtomicU64>,
+    /// 1 after a search found every slot pinned; cleared by whoever makes one evictable.
+    pub(crate) full: Line<AtomicU32>,
+    _spare: Line<AtomicU32>,
+}
+
+/// One bucket: a cache line.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct Bucket {
+    /// 0 free; else bits 0..8 holder + 1, bit 31 somebody sleeps on it.
+    pub(crate) lock: AtomicU32,
+    /// Slot + 1 of the first slot of the overflow chain, 0 for none.
+    pub(crate) overflow: AtomicU32,
+    /// Moves with every removal from the overflow chain.
+    pub(crate) chain_version: AtomicU32,
+    _pad: AtomicU32,
+    /// Bits 0..32 slot + 1 (0 for an empty entry), 32..64 tag.
+    pub(crate) entries: [AtomicU64; ENTRIES],
+}
+
+/// One slot: a cache line.
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct Slot {
+    /// [`SlotWord`](crate::slot::SlotWord).
+    pub(crate) word: AtomicU64,
+    /// Members that pin the slot, one bit each.
+    pub(crate) pins: [AtomicU64; 2],
+    pub(crate) block_lo: AtomicU64,
+    pub(crate) block_hi: AtomicU64,
+    pub(crate) shard: AtomicU32,
+    /// Moves when a fill ends; waiters sleep on it.
+    pub(crate) version: EventWord,
+    /// Next slot + 1 of the overflow chain.
+    pub(crate) next: AtomicU32,
+    _pad: AtomicU32,
+    /// Start of the current or last fill, milliseconds of the monotonic clock.
+    pub(crate) since_ms: AtomicU64,
+}
+
+#[cfg(not(ucm_loom))]
+const _: () = {
+    use std::mem::{align_of, offset_of, size_of};
+    assert!(size_of::<Header>() <= HEADER_BYTES && LAYOUT_HEADER_BYTES as usize == HEADER_BYTES);
+    assert!(LAYOUT_MEMBERS as usize == MAX_MEMBERS);
+    assert!(size_of::<PoolHeader>() == 64);
+    assert!(offset_of!(Header, pool) == 64);
+    assert!(size_of::<MemberRecord>() == MEMBER_BYTES && align_of::<MemberRecord>() == 64);
+    assert!(offset_of!(MemberRecord, doorbell) == 64);
+    assert!(offset_of!(MemberRecord, lease_bell) == 128);
+    assert!(offset_of!(MemberRecord, counters) == 192);
+    assert!(size_of::<LeaseRecord>() == LEASE_BYTES);
+    assert!(size_of::<PoolHot>() == POOL_BYTES);
+    assert!(size_of::<Bucket>() == BUCKET_BYTES && offset_of!(Bucket, entries) == 16);
+    assert!(size_of::<Slot>() == SLOT_BYTES);
+    assert!(offset_of!(Slot, version) == 44 && offset_of!(Slot, since_ms) == 56);
+};

@@ -1,0 +1,436 @@
+//! Leases: a scheduler pins what it promised, for a number of consumers, until a deadline.
+//!
+//! A lease's pins are ordinary pins of its holder, so a dead holder's leases fall with its pins.
+//! The shared record only counts the consumers; the last one rings the holder's lease bell, and the
+//! holder's keeper thread (which also minds the deadlines) releases the pins.
+//!
+//! **Invariant:** a lease is consumed at most as often as it was made for, and its pins are released
+//! exactly once: by the last consumer's ring, the deadline, the holder's drop, or its death.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError, Weak as StdWeak},
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    Acquired, Control, CtrlError, Key, Member, Pool,
+    event::SLEEPERS,
+    layout::LeaseRecord,
+    member::MemberInner,
+    sync::{Arc, Ordering},
+};
+
+/// Names a lease to its consumers; may be passed to other processes as a number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LeaseTicket(u64);
+
+impl LeaseTicket {
+    /// The ticket as a number.
+    #[must_use]
+    pub fn to_u64(self) -> u64 {
+        self.0
+    }
+
+    /// A ticket received as a number; a wrong one is refused when it is redeemed.
+    #[must_use]
+    pub fn from_u64(number: u64) -> Self {
+        Self(number)
+    }
+
+    fn new(index: u32, generation: u32) -> Self {
+        Self(u64::from(index) | (u64::from(generation) << 32))
+    }
+
+    fn index(self) -> u32 {
+        u32::try_from(self.0 & u64::from(u32::MAX)).unwrap_or(0)
+    }
+
+    fn generation(self) -> u32 {
+        u32::try_from(self.0 >> 32).unwrap_or(0)
+    }
+}
+
+/// Answer of [`Pool::lease`].
+#[derive(Debug)]
+#[must_use]
+pub enum LeaseOutcome {
+    /// The first keys are promised.
+    Leased(Lease),
+    /// Not even the first key is ready.
+    NothingReady,
+    /// All lease records are in use: try again when one has been consumed.
+    TableFull,
+}
+
+/// Answer of [`Member::redeem`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Redeemed {
+    /// Consumed; so many consumers are left.
+    Ok(u16),
+    /// The lease was consumed, released, expired, or never existed.
+    Gone,
+}
+
+/// A promise that the leased keys stay until consumed. Dropping it does not end it; releasing,
+/// consumption, the deadline, or the holder's end do.
+pub struct Lease {
+    ticket: LeaseTicket,
+    covered: usize,
+    member: Arc<MemberInner>,
+}
+
+impl Lease {
+    /// What the consumers redeem.
+    #[must_use]
+    pub fn ticket(&self) -> LeaseTicket {
+        self.ticket
+    }
+
+    /// How many of the asked keys, from the first, are promised.
+    #[must_use]
+    pub fn covered(&self) -> usize {
+        self.covered
+    }
+
+    /// Ends the lease now.
+    pub fn release(self) {
+        if let Some(keeper) = self.member.keeper.get() {
+            keeper.end(&self.member, self.ticket);
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("ticket", &self.ticket)
+            .field("covered", &self.covered)
+            .finish_non_exhaustive()
+    }
+}
+
+const FREE: u64 = 0;
+const LIVE: u64 = 1;
+
+/// Bits 0..8 state, 8..16 holder, 16..32 consumers left, 32..64 generation.
+#[derive(Clone, Copy)]
+struct LeaseWord(u64);
+
+impl LeaseWord {
+    fn new(state: u64, holder: u8, left: u16, generation: u32) -> Self {
+        Self(
+            state
+                | (u64::from(holder) << 8)
+                | (u64::from(left) << 16)
+                | (u64::from(generation) << 32),
+        )
+    }
+
+    fn is_live(self) -> bool {
+        self.0 & 0xff == LIVE
+    }
+
+    fn holder(self) -> u8 {
+        (self.0 >> 8).to_le_bytes()[0]
+    }
+
+    fn left(self) -> u16 {
+        let [_, _, lo, hi, ..] = self.0.to_le_bytes();
+        u16::from_le_bytes([lo, hi])
+    }
+
+    fn generation(self) -> u32 {
+        u32::try_from(self.0 >> 32).unwrap_or(0)
+    }
+}
+
+impl LeaseRecord {
+    fn load(&self) -> LeaseWord {
+        LeaseWord(self.word.load(Ordering::SeqCst))
+    }
+
+    fn change(&self, from: LeaseWord, to: LeaseWord) -> bool {
+        self.word.compare_exchange(from.0, to.0, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+    }
+}
+
+impl Pool {
+    /// Pins the longest ready prefix of `keys` for `consumers` later loads, until the deadline.
+    ///
+    /// # Errors
+    /// `Invalid` for no consumers; `Fenced`; `Os` when the keeper thread cannot be started.
+    pub fn lease(
+        &self,
+        keys: &[Key],
+        consumers: u16,
+        deadline: Instant,
+    ) -> Result<LeaseOutcome, CtrlError> {
+        if consumers == 0 {
+            return Err(CtrlError::Invalid("a lease for 0 consumers".into()));
+        }
+        let mut pins = Vec::with_capacity(keys.len());
+        for key in keys {
+            match self.acquire_resident(key)? {
+                Some(Acquired::Hit(pin)) => pins.push(pin),
+                _ => break,
+            }
+        }
+        if pins.is_empty() {
+            return Ok(LeaseOutcome::NothingReady);
+        }
+        let keeper = Keeper::of(&self.member)?;
+        let Some(ticket) = take_record(&self.member, consumers, deadline, pins.len()) else {
+            return Ok(LeaseOutcome::TableFull);
+        };
+        let tables = self.tables()?;
+        let slots: Vec<u32> = pins.iter().map(|pin| pin.slot().0).collect();
+        for index in &slots {
+            if let Some(slot) = tables.slot(*index) {
+                self.member.pin(self.id.0, *index, &slot.pins);
+            }
+        }
+        keeper.add(&self.member, ticket, Held { pool: self.id.0, slots, deadline });
+        self.member.count(|c| &c.leases, 1);
+        Ok(LeaseOutcome::Leased(Lease { ticket, covered: pins.len(), member: self.member.clone() }))
+    }
+}
+
+fn take_record(
+    member: &MemberInner,
+    consumers: u16,
+    deadline: Instant,
+    slots: usize,
+) -> Option<LeaseTicket> {
+    for (index, record) in member.control.region.leases().iter().enumerate() {
+        let seen = record.load();
+        let live = LeaseWord::new(LIVE, member.index, consumers, seen.generation().wrapping_add(1));
+        if !seen.is_live() && record.change(seen, live) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            record
+                .deadline_ns
+                .store(u64::try_from(left.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+            record.slots.store(u32::try_from(slots).unwrap_or(u32::MAX), Ordering::Relaxed);
+            record.consumers.store(u32::from(consumers), Ordering::Relaxed);
+            return Some(LeaseTicket::new(u32::try_from(index).ok()?, live.generation()));
+        }
+    }
+    None
+}
+
+impl Member {
+    /// Consumes a lease once. Call it when the leased keys have been pinned by a load of one's own.
+    ///
+    /// # Errors
+    /// `Fenced`.
+    pub fn redeem(&self, ticket: LeaseTicket) -> Result<Redeemed, CtrlError> {
+        self.inner.check()?;
+        let region = &self.inner.control.region;
+        let Some(record) = region.lease(ticket.index()) else { return Ok(Redeemed::Gone) };
+        loop {
+            let word = record.load();
+            if !word.is_live() || word.generation() != ticket.generation() || word.left() == 0 {
+                return Ok(Redeemed::Gone);
+            }
+            let next = LeaseWord::new(LIVE, word.holder(), word.left() - 1, word.generation());
+            if record.change(word, next) {
+                if next.left() == 0
+                    && let Some(holder) = region.member(word.holder())
+                {
+                    holder.lease_bell.0.ring();
+                }
+                return Ok(Redeemed::Ok(next.left()));
+            }
+        }
+    }
+
+    /// Leases this member holds at the moment.
+    #[must_use]
+    pub fn leases_held(&self) -> usize {
+        self.inner.keeper.get().map_or(0, |keeper| lock(&keeper.held).len())
+    }
+}
+
+/// Frees the lease records of a dead member; its pins are removed with all others.
+pub(crate) fn free_records_of(control: &Control, holder: u8) {
+    for record in control.region.leases() {
+        let word = record.load();
+        if word.is_live() && word.holder() == holder {
+            record.change(word, LeaseWord::new(FREE, 0, 0, word.generation()));
+        }
+    }
+}
+
+struct Held {
+    pool: u8,
+    slots: Vec<u32>,
+    deadline: Instant,
+}
+
+type HeldLeases = std::sync::Arc<Mutex<HashMap<u64, Held>>>;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing panics while the lock is held.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The leases of one member and the thread that releases them in time.
+pub(crate) struct Keeper {
+    held: HeldLeases,
+    alive: std::sync::Arc<()>,
+    thread: Option<JoinHandle<()>>,
+    control: Control,
+    member: u8,
+}
+
+impl Keeper {
+    fn of(member: &Arc<MemberInner>) -> Result<&Self, CtrlError> {
+        if member.keeper.get().is_none() {
+            let keeper = Self::start(member)?;
+            // A second thread may have been faster; the surplus keeper ends at once.
+            let _ = member.keeper.set(keeper);
+        }
+        member.keeper.get().ok_or(CtrlError::Fenced("its lease keeper could not be started"))
+    }
+
+    fn start(member: &Arc<MemberInner>) -> Result<Self, CtrlError> {
+        let held = HeldLeases::default();
+        let alive = std::sync::Arc::new(());
+        let thread = {
+            let (held, alive, control, index) = (
+                held.clone(),
+                std::sync::Arc::downgrade(&alive),
+                member.control.clone(),
+                member.index,
+            );
+            let member = Arc::downgrade(member);
+            thread::Builder::new()
+                .name("ucm-leases".into())
+                .spawn(move || keep(&held, &alive, &control, index, || member.upgrade()))
+                .map_err(|source| CtrlError::Os { what: "start the lease keeper thread", source })?
+        };
+        Ok(Self {
+            held,
+            alive,
+            thread: Some(thread),
+            control: member.control.clone(),
+            member: member.index,
+        })
+    }
+
+    fn add(&self, member: &MemberInner, ticket: LeaseTicket, held: Held) {
+        lock(&self.held).insert(ticket.to_u64(), held);
+        if let Some(record) = member.record() {
+            record.lease_bell.0.ring();
+        }
+    }
+
+    fn end(&self, member: &MemberInner, ticket: LeaseTicket) {
+        let held = lock(&self.held).remove(&ticket.to_u64());
+        if let Some(held) = held {
+            release(member, ticket, &held);
+        }
+    }
+
+    /// Releases everything; for the holder's own end.
+    pub(crate) fn end_all(&self, member: &MemberInner) {
+        let all: Vec<_> = lock(&self.held).drain().collect();
+        for (ticket, held) in all {
+            release(member, LeaseTicket(ticket), &held);
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.alive = std::sync::Arc::new(());
+        if !crate::fork::is_original() {
+            return;
+        }
+        if let Some(record) = self.control.region.member(self.member) {
+            record.lease_bell.0.ring();
+        }
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != thread::current().id()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Keeper").field("leases", &lock(&self.held).len()).finish_non_exhaustive()
+    }
+}
+
+fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
+    let region = &member.control.region;
+    if let Some(record) = region.lease(ticket.index()) {
+        let word = record.load();
+        // Consumers that are under way lose the race visibly: they get `Gone`.
+        if word.is_live() && word.generation() == ticket.generation() {
+            let free = |word: LeaseWord| LeaseWord::new(FREE, 0, 0, word.generation());
+            while !record.change(record.load(), free(word)) {}
+        }
+    }
+    if let Some(tables) = region.pool(usize::from(held.pool)) {
+        for index in &held.slots {
+            if let Some(slot) = tables.slot(*index)
+                && member.unpin(held.pool, *index, &slot.pins)
+            {
+                tables.not_full();
+            }
+        }
+    }
+}
+
+fn keep(
+    held: &HeldLeases,
+    alive: &StdWeak<()>,
+    control: &Control,
+    index: u8,
+    member: impl Fn() -> Option<Arc<MemberInner>>,
+) {
+    let Some(record) = control.region.member(index) else { return };
+    loop {
+        let seen = record.lease_bell.0.arm(SLEEPERS);
+        if alive.strong_count() == 0 {
+            return;
+        }
+        let now = Instant::now();
+        let mut next: Option<Instant> = None;
+        let mut due = Vec::new();
+        {
+            let mut held = lock(held);
+            let tickets: Vec<u64> = held.keys().copied().collect();
+            for ticket in tickets {
+                let spent =
+                    control.region.lease(LeaseTicket(ticket).index()).is_none_or(|record| {
+                        let word = record.load();
+                        !word.is_live() || word.left() == 0
+                    });
+                let Some(lease) = held.get(&ticket) else { continue };
+                if spent || lease.deadline <= now {
+                    due.extend(held.remove(&ticket).map(|lease| (ticket, lease)));
+                } else {
+                    next = Some(next.map_or(lease.deadline, |at| at.min(lease.deadline)));
+                }
+            }
+        }
+        if due.is_empty() {
+            // A clock that stands still for a moment must not turn this into a busy loop.
+            record
+                .lease_bell
+                .0
+                .sleep(seen, next.map(|at| at.max(now + Duration::from_micros(100))));
+            continue;
+        }
+        let Some(member) = member() else { return };
+        for (ticket, lease) in due {
+            release(&member, LeaseTicket(ticket), &lease);
+        }
+    }
+}

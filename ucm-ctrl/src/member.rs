@@ -1,0 +1,466 @@
+//! Members: ranks and schedulers that joined the region.
+//!
+//! **Invariant:** a shared pin bit is set exactly while the member's own count for that slot is
+//! above zero; a count below zero poisons the member instead of being clamped.
+
+use std::{fmt, sync::OnceLock, time::Instant};
+
+use crate::{
+    Control, CtrlError, Liveness, MemberId, Pool, PoolId, WaitAny, Waiter,
+    event::SLEEPERS,
+    fork,
+    layout::{Counters, MAX_MEMBERS, MemberRecord},
+    region::{Region, zeroed_counts},
+    sync::{Arc, AtomicU32, AtomicU64, Backoff, Ordering, spin_hint},
+};
+
+/// What a member does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Role {
+    /// A process with a device: maps the data plane, loads and dumps.
+    Rank = 1,
+    /// Asks what is there and makes leases; never maps bytes.
+    Scheduler = 2,
+}
+
+/// How a member introduces itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MemberSpec {
+    /// What it does.
+    pub role: Role,
+    /// Device id; negative for schedulers.
+    pub device_id: i32,
+    /// Ranks on this node.
+    pub local_rank_count: u32,
+}
+
+impl MemberSpec {
+    /// A rank on device `device_id` of `local_rank_count`.
+    #[must_use]
+    pub fn rank(device_id: i32, local_rank_count: u32) -> Self {
+        Self { role: Role::Rank, device_id, local_rank_count }
+    }
+
+    /// A scheduler.
+    #[must_use]
+    pub fn scheduler() -> Self {
+        Self { role: Role::Scheduler, device_id: -1, local_rank_count: 0 }
+    }
+}
+
+/// State of a member record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum MemberState {
+    /// Nobody's.
+    Free = 0,
+    /// In use.
+    Joined = 1,
+    /// Its holder died; the named member clears up.
+    Reaping = 2,
+    /// Not a value of this layout.
+    Invalid = 255,
+}
+
+/// Bits 0..8 state, 8..16 reaper, 32..64 generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MemberWord(pub(crate) u64);
+
+impl MemberWord {
+    pub(crate) fn state(self) -> MemberState {
+        match self.0 & 0xff {
+            0 => MemberState::Free,
+            1 => MemberState::Joined,
+            2 => MemberState::Reaping,
+            _ => MemberState::Invalid,
+        }
+    }
+
+    pub(crate) fn reaper(self) -> u8 {
+        (self.0 >> 8).to_le_bytes()[0]
+    }
+
+    pub(crate) fn generation(self) -> u32 {
+        u32::try_from(self.0 >> 32).unwrap_or(0)
+    }
+
+    pub(crate) fn with(state: MemberState, reaper: u8, generation: u32) -> Self {
+        Self(state as u64 | (u64::from(reaper) << 8) | (u64::from(generation) << 32))
+    }
+}
+
+/// A process's membership in a control region. Cheap to clone; thread-safe. The record is given
+/// back when the last clone and the last handle made from it are gone.
+#[derive(Clone)]
+pub struct Member {
+    pub(crate) inner: Arc<MemberInner>,
+}
+
+pub(crate) struct MemberInner {
+    pub(crate) control: Control,
+    pub(crate) index: u8,
+    pub(crate) generation: u32,
+    pin_word: usize,
+    pin_bit: u64,
+    /// Pins of this process by pool and slot.
+    counts: Vec<Box<[AtomicU32]>>,
+    /// Set when the member must not touch the region any more.
+    fenced: AtomicU32,
+    liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
+    #[cfg(not(ucm_loom))]
+    pub(crate) keeper: OnceLock<crate::lease::Keeper>,
+}
+
+const BUSY: u32 = u32::MAX;
+const NOT_FENCED: u32 = 0;
+const FENCED_LOST: u32 = 1;
+const FENCED_UNDERFLOW: u32 = 2;
+
+pub(crate) fn free_record(region: &Region, except: &[u16]) -> Option<MemberId> {
+    let is_free = |index: &u8| {
+        region
+            .member(*index)
+            .is_some_and(|r| MemberWord(r.word.load(Ordering::SeqCst)).state() == MemberState::Free)
+            && !except.contains(&u16::from(*index))
+    };
+    (0..MAX_MEMBERS).filter_map(|i| u8::try_from(i).ok()).find(is_free).map(MemberId)
+}
+
+pub(crate) fn join(
+    control: &Control,
+    at: Option<MemberId>,
+    spec: MemberSpec,
+) -> Result<Member, CtrlError> {
+    let region = &control.region;
+    loop {
+        let id = match at {
+            Some(id) => id,
+            None => free_record(region, &[]).ok_or(CtrlError::MembersFull(MAX_MEMBERS))?,
+        };
+        let record = region
+            .member(id.0)
+            .ok_or_else(|| CtrlError::Invalid(format!("there is no member record {}", id.0)))?;
+        let seen = MemberWord(record.word.load(Ordering::SeqCst));
+        if seen.state() == MemberState::Free {
+            let generation = seen.generation().wrapping_add(1);
+            let mine = MemberWord::with(MemberState::Joined, 0, generation);
+            if record
+                .word
+                .compare_exchange(seen.0, mine.0, Ordering::SeqCst, Ordering::Relaxed)
+                .is_ok()
+            {
+                return Ok(introduce(control, id.0, generation, record, spec));
+            }
+        }
+        if let Some(id) = at {
+            return Err(CtrlError::MemberTaken(id));
+        }
+        spin_hint();
+    }
+}
+
+fn introduce(
+    control: &Control,
+    index: u8,
+    generation: u32,
+    record: &MemberRecord,
+    spec: MemberSpec,
+) -> Member {
+    record.pid.store(std::process::id(), Ordering::Relaxed);
+    record.device.store(spec.device_id.cast_unsigned(), Ordering::Relaxed);
+    record.local_ranks.store(spec.local_rank_count, Ordering::Relaxed);
+    record.role.store(spec.role as u32, Ordering::Relaxed);
+    record.joined_ms.store(crate::clock_ms(), Ordering::Relaxed);
+    let counts =
+        control.region.geometry().pools.iter().map(|pool| zeroed_counts(pool.total())).collect();
+    let inner = MemberInner {
+        control: control.clone(),
+        index,
+        generation,
+        pin_word: usize::from(index) / 64,
+        pin_bit: 1 << (index % 64),
+        counts,
+        fenced: AtomicU32::new(NOT_FENCED),
+        liveness: OnceLock::new(),
+        #[cfg(not(ucm_loom))]
+        keeper: OnceLock::new(),
+    };
+    Member { inner: Arc::new(inner) }
+}
+
+impl Member {
+    /// Seat of this member.
+    #[must_use]
+    pub fn id(&self) -> MemberId {
+        MemberId(self.inner.index)
+    }
+
+    /// How often this seat was taken, including this time.
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.inner.generation
+    }
+
+    /// The region this member belongs to.
+    #[must_use]
+    pub fn control(&self) -> &Control {
+        &self.inner.control
+    }
+
+    /// A pool of the region.
+    ///
+    /// # Errors
+    /// `Invalid` for a pool that does not exist.
+    pub fn pool(&self, id: PoolId) -> Result<Pool, CtrlError> {
+        Pool::new(&self.inner, id)
+    }
+
+    /// Says how deaths of other members are proved. Without it a lock of a dead member is only
+    /// freed by [`reap`](Self::reap). The first call counts.
+    pub fn set_liveness(&self, liveness: std::sync::Arc<dyn Liveness>) {
+        let _ = self.inner.liveness.set(liveness);
+    }
+
+    /// Pins this process holds, over all pools. Walks all slots: for inspection and tests.
+    #[must_use]
+    pub fn pins_held(&self) -> u64 {
+        self.inner.pins_held()
+    }
+
+    /// This member's doorbell.
+    #[must_use]
+    pub fn doorbell(&self) -> Doorbell {
+        Doorbell { inner: self.inner.clone() }
+    }
+
+    /// Sleeps until one of the fills has ended, at most until the deadline. All waiters must belong
+    /// to this member; any number is possible.
+    ///
+    /// # Errors
+    /// `Invalid` for no waiters or waiters of another member; `Fenced`.
+    pub fn wait_any(
+        &self,
+        waiters: &[&Waiter],
+        deadline: Option<Instant>,
+    ) -> Result<WaitAny, CtrlError> {
+        self.inner.check()?;
+        if waiters.is_empty() || waiters.iter().any(|w| !w.belongs_to(&self.inner)) {
+            return Err(CtrlError::Invalid(format!(
+                "cannot wait for {} waiters of this member",
+                waiters.len()
+            )));
+        }
+        let doorbell = self.doorbell();
+        loop {
+            let ticket = doorbell.ticket();
+            for (index, waiter) in waiters.iter().enumerate() {
+                let state = waiter.arm();
+                if state != crate::FillState::Filling {
+                    return Ok(WaitAny::Ended(index, state));
+                }
+            }
+            if deadline.is_some_and(|at| at <= Instant::now()) {
+                return Ok(WaitAny::Deadline);
+            }
+            doorbell.wait(ticket, deadline);
+        }
+    }
+}
+
+impl fmt::Debug for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Member")
+            .field("index", &self.inner.index)
+            .field("generation", &self.inner.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The one place where a member sleeps: rung by owners whose fills it waits for, and by its own
+/// process for local events. Cheap to clone; thread-safe.
+#[derive(Clone)]
+pub struct Doorbell {
+    inner: Arc<MemberInner>,
+}
+
+impl Doorbell {
+    /// Wakes this member's sleepers. One atomic operation when nobody sleeps; safe in a signal
+    /// handler.
+    pub fn ring(&self) {
+        if let Some(record) = self.inner.record() {
+            record.doorbell.0.ring();
+        }
+    }
+
+    /// To be read before looking at the conditions one waits for.
+    #[must_use]
+    pub fn ticket(&self) -> u32 {
+        self.inner.record().map_or(0, |record| record.doorbell.0.count())
+    }
+
+    /// Sleeps until the doorbell has been rung since `ticket`, at most until the deadline. Returns
+    /// early at will: look at the conditions again.
+    pub fn wait(&self, ticket: u32, deadline: Option<Instant>) {
+        if let Some(record) = self.inner.record() {
+            let seen = record.doorbell.0.arm(SLEEPERS);
+            if seen & !3 == ticket {
+                record.doorbell.0.sleep(seen, deadline);
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Doorbell {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Doorbell").field("member", &self.inner.index).finish_non_exhaustive()
+    }
+}
+
+impl MemberInner {
+    /// Refuses when this handle must not touch the region any more.
+    pub(crate) fn check(&self) -> Result<(), CtrlError> {
+        match self.fenced.load(Ordering::Relaxed) {
+            NOT_FENCED if fork::is_original() => Ok(()),
+            NOT_FENCED => Err(CtrlError::Fenced("it belongs to the parent of this forked process")),
+            FENCED_UNDERFLOW => Err(CtrlError::Fenced(
+                "a pin was released twice, which is a bug: restart this process",
+            )),
+            _ => Err(CtrlError::Fenced("it was removed from the cache: join again")),
+        }
+    }
+
+    /// True while the region may be written in this member's name.
+    pub(crate) fn may_write(&self) -> bool {
+        self.fenced.load(Ordering::Relaxed) == NOT_FENCED && fork::is_original()
+    }
+
+    /// Stops all further use: somebody has cleared up after this member.
+    pub(crate) fn fence(&self) {
+        self.fenced.store(FENCED_LOST, Ordering::SeqCst);
+    }
+
+    pub(crate) fn record(&self) -> Option<&MemberRecord> {
+        if fork::is_original() { self.control.region.member(self.index) } else { None }
+    }
+
+    pub(crate) fn count(&self, pick: impl FnOnce(&Counters) -> &AtomicU64, by: u64) {
+        if by != 0
+            && let Some(record) = self.control.region.member(self.index)
+        {
+            pick(&record.counters).fetch_add(by, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn is_dead(&self, member: u8) -> bool {
+        self.liveness.get().is_some_and(|l| l.is_dead(MemberId(member)))
+    }
+
+    fn local(&self, pool: u8, slot: u32) -> Option<&AtomicU32> {
+        self.counts.get(usize::from(pool))?.get(slot as usize)
+    }
+
+    /// Pins a slot once more. The shared bit is set by the first pin of this process.
+    pub(crate) fn pin(&self, pool: u8, slot: u32, pins: &[AtomicU64; 2]) {
+        let (Some(local), Some(shared)) = (self.local(pool, slot), pins.get(self.pin_word)) else {
+            return;
+        };
+        let mut backoff = Backoff::default();
+        loop {
+            let count = local.load(Ordering::Relaxed);
+            match count {
+                BUSY => {
+                    backoff.snooze();
+                }
+                0 => {
+                    // Two threads must not mix up setting and clearing the shared bit.
+                    if local.compare_exchange(0, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                    {
+                        shared.fetch_or(self.pin_bit, Ordering::SeqCst);
+                        local.store(1, Ordering::Release);
+                        return;
+                    }
+                }
+                _ => {
+                    if local
+                        .compare_exchange(count, count + 1, Ordering::Acquire, Ordering::Relaxed)
+                        .is_ok()
+                    {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Releases one pin; true when it was the slot's last pin of all members.
+    pub(crate) fn unpin(&self, pool: u8, slot: u32, pins: &[AtomicU64; 2]) -> bool {
+        if !self.may_write() {
+            return false;
+        }
+        let (Some(local), Some(shared)) = (self.local(pool, slot), pins.get(self.pin_word)) else {
+            return false;
+        };
+        let mut backoff = Backoff::default();
+        loop {
+            let count = local.load(Ordering::Relaxed);
+            match count {
+                BUSY => {
+                    backoff.snooze();
+                }
+                0 => {
+                    self.fenced.store(FENCED_UNDERFLOW, Ordering::SeqCst);
+                    return false;
+                }
+                1 => {
+                    if local.compare_exchange(1, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+                    {
+                        let left =
+                            shared.fetch_and(!self.pin_bit, Ordering::SeqCst) & !self.pin_bit;
+                        local.store(0, Ordering::Release);
+                        return left == 0
+                            && pins.iter().all(|word| word.load(Ordering::SeqCst) == 0);
+                    }
+                }
+                _ => {
+                    if local
+                        .compare_exchange(count, count - 1, Ordering::Release, Ordering::Relaxed)
+                        .is_ok()
+                    {
+                        return false;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Pins this process holds, over all slots. Walks all slots: for inspection and tests.
+    pub(crate) fn pins_held(&self) -> u64 {
+        let count = |c: &AtomicU32| u64::from(c.load(Ordering::Relaxed));
+        self.counts
+            .iter()
+            .flat_map(|pool| pool.iter())
+            .map(count)
+            .filter(|c| *c != u64::from(BUSY))
+            .sum()
+    }
+}
+
+impl Drop for MemberInner {
+    fn drop(&mut self) {
+        #[cfg(not(ucm_loom))]
+        if let Some(keeper) = self.keeper.take() {
+            keeper.end_all(self);
+        }
+        if !self.may_write() {
+            return;
+        }
+        if let Some(record) = self.control.region.member(self.index) {
+            let mine = MemberWord::with(MemberState::Joined, 0, self.generation);
+            let free = MemberWord::with(MemberState::Free, 0, self.generation);
+            // Fails when somebody declared this member gone; then the record is not ours any more.
+            let _ =
+                record.word.compare_exchange(mine.0, free.0, Ordering::SeqCst, Ordering::Relaxed);
+        }
+    }
+}
