@@ -1,1 +1,34 @@
-//! Placeholder.
+//! Load and dump queues of ucm.
+//!
+//! One [`LoadQueue`] per rank and pool moves shards from a shared cache, or from a backend through
+//! the cache, into the caller's memory, and back. It owns the order of visits, the dispatcher, the
+//! copier, deadlines and outcomes; how bytes move it asks an engine, where they are kept a backend.
+//!
+//! **Invariant:** every request ends exactly once, with a typed outcome; the memory of an operation
+//! is held until the operation has ended, however its request ended.
+
+#![forbid(unsafe_code)]
+
+mod admission;
+mod bounce;
+mod core;
+mod driver;
+mod dump;
+mod error;
+mod inbox;
+mod memory;
+mod metrics;
+mod outcome;
+mod queue;
+mod rearrange;
+mod regions;
+mod task;
+
+pub use dump::{DumpHandle, DumpProgress, DumpRef, DumpResult, DumpTask};
+pub use error::{ErrorKind, QueueError};
+pub use memory::SlotMemory;
+pub use metrics::QueueStats;
+pub use outcome::{Outcome, TaskHandle};
+pub use queue::{Builder, LoadQueue};
+pub use rearrange::{Rearrange, rearrange};
+pub use task::{Deadline, Order, Request, ShardRef, Task};

@@ -1,0 +1,286 @@
+//! Load tasks inside the core: admission, the end of units and requests, deadlines, cancellation.
+//!
+//! **Invariant:** a unit ends once and is counted once in each of its requests; a request ends when
+//! its last unit has, or earlier by deadline or cancellation, and then keeps its outcome.
+
+use std::{cmp::Reverse, time::Instant};
+
+use ucm_ctrl::FailKind;
+
+use crate::{
+    Outcome,
+    task::{Prepared, UnitState},
+};
+
+use super::{Core, LoadTask};
+
+/// Why a request ends before its units.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Early {
+    Cancelled,
+    Deadline,
+}
+
+/// Where a unit's bytes came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// Ready when first seen.
+    Hit,
+    /// Filled by somebody else while this queue waited.
+    Waited,
+    /// Filled by this queue.
+    Owned,
+    /// Read around the cache.
+    Bypass,
+}
+
+impl Core {
+    pub(super) fn admit(&mut self, prepared: Box<Prepared>) {
+        // The idle window is over.
+        self.prewarm.clear();
+        let id = prepared.id;
+        let metrics = &self.parts.metrics;
+        metrics.tasks.add(1);
+        metrics.requests.add(prepared.reqs.len() as u64);
+        metrics.queue_ns.add_time(self.since(prepared.admitted));
+        let mut task = LoadTask {
+            next: 0,
+            again: Vec::new(),
+            unsent: prepared.units.len(),
+            open_requests: prepared.reqs.len(),
+            queued: false,
+            prepared,
+        };
+        for (index, request) in (0_u32..).zip(&task.prepared.reqs) {
+            if let Some(at) = request.deadline {
+                self.deadlines.push(Reverse((at, id, index)));
+            }
+        }
+        let empty: Vec<u32> = (0_u32..)
+            .zip(&task.prepared.reqs)
+            .filter(|(_, request)| request.open == 0)
+            .map(|(index, _)| index)
+            .collect();
+        for request in empty {
+            self.end_request(&mut task, request, Outcome::Loaded);
+        }
+        if task.open_requests == 0 {
+            return;
+        }
+        self.tasks.insert(id, task);
+        if self.closing {
+            self.cancel(id);
+            return;
+        }
+        self.expire();
+        self.probe(id);
+    }
+
+    /// A unit has ended, with its bytes in all live destinations or without.
+    pub(super) fn unit_ended(&mut self, task_id: u64, unit: u32, result: Result<Origin, FailKind>) {
+        let Some(mut task) = self.tasks.remove(&task_id) else { return };
+        let unit_len = self.finish_unit(&mut task, unit);
+        if let Some(len) = unit_len {
+            self.count_unit(len, result);
+        }
+        let range = task.prepared.units.get(unit as usize).map_or(0..0, |unit| unit.dsts.clone());
+        if unit_len.is_some() {
+            for at in range {
+                let Some(dst) = task.prepared.dsts.get(at as usize).copied() else { continue };
+                let Some(request) = task.prepared.reqs.get_mut(dst.request as usize) else {
+                    continue;
+                };
+                request.open = request.open.saturating_sub(1);
+                if let Err(kind) = result {
+                    request.failed.push(dst.shard);
+                    request.kind.get_or_insert(kind);
+                }
+                if request.open > 0 || !request.is_live() {
+                    continue;
+                }
+                let mut shards = std::mem::take(&mut request.failed);
+                let outcome = match request.kind {
+                    None => Outcome::Loaded,
+                    Some(kind) => {
+                        shards.sort_unstable();
+                        Outcome::Recompute { shards, kind }
+                    }
+                };
+                self.end_request(&mut task, dst.request, outcome);
+            }
+        }
+        self.keep(task_id, task);
+    }
+
+    /// Marks a unit as ended; its length if it had not ended before.
+    fn finish_unit(&mut self, task: &mut LoadTask, unit: u32) -> Option<u64> {
+        let unit = task.prepared.units.get_mut(unit as usize)?;
+        let old = std::mem::replace(&mut unit.state, UnitState::Done);
+        if old == UnitState::Done {
+            return None;
+        }
+        let len = unit.len;
+        if old != UnitState::Copying {
+            self.sent(task);
+        }
+        Some(len)
+    }
+
+    /// A unit of this task has gone to the copier, or has ended without.
+    pub(super) fn sent(&mut self, task: &mut LoadTask) {
+        task.unsent = task.unsent.saturating_sub(1);
+        if task.unsent == 0 && !self.closing {
+            self.prewarm.extend(std::mem::take(&mut task.prepared.next_keys));
+        }
+    }
+
+    fn count_unit(&self, len: u64, result: Result<Origin, FailKind>) {
+        let metrics = &self.parts.metrics;
+        let (shards, bytes) = match result {
+            Ok(Origin::Hit) => (&metrics.hit_shards, &metrics.hit_bytes),
+            Ok(Origin::Waited) => (&metrics.waited_shards, &metrics.waited_bytes),
+            Ok(Origin::Owned) => (&metrics.owned_shards, &metrics.owned_bytes),
+            Ok(Origin::Bypass) => (&metrics.bypass_shards, &metrics.bypass_bytes),
+            Err(_) => {
+                metrics.failed_shards.add(1);
+                return;
+            }
+        };
+        shards.add(1);
+        bytes.add(len);
+    }
+
+    fn end_request(&self, task: &mut LoadTask, index: u32, outcome: Outcome) {
+        let Some(request) = task.prepared.reqs.get_mut(index as usize) else { return };
+        if request.ended {
+            return;
+        }
+        request.ended = true;
+        task.open_requests -= 1;
+        let metrics = &self.parts.metrics;
+        match outcome {
+            Outcome::Loaded => metrics.loaded.add(1),
+            Outcome::Recompute { .. } => metrics.recomputed.add(1),
+            Outcome::Cancelled => metrics.cancelled.add(1),
+            Outcome::Deadline | Outcome::Stuck => metrics.expired.add(1),
+        }
+        task.prepared.promise.end(index, outcome);
+    }
+
+    /// Puts a task back unless all its requests have ended.
+    pub(super) fn keep(&mut self, id: u64, task: LoadTask) {
+        if task.open_requests > 0 {
+            self.tasks.insert(id, task);
+        } else if task.queued {
+            self.runnable.retain(|runnable| *runnable != id);
+        }
+    }
+
+    pub(super) fn cancel(&mut self, id: u64) {
+        let requests = self.tasks.get(&id).map_or(0, |task| task.prepared.reqs.len());
+        for request in (0_u32..).take(requests) {
+            self.end_early(id, request, Early::Cancelled);
+        }
+    }
+
+    /// Ends the requests whose time is over.
+    pub(super) fn expire(&mut self) {
+        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied() {
+            if at > self.now {
+                return;
+            }
+            self.step();
+            self.deadlines.pop();
+            self.end_early(id, request, Early::Deadline);
+        }
+    }
+
+    pub(super) fn next_deadline(&mut self) -> Option<Instant> {
+        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied() {
+            let open = self
+                .tasks
+                .get(&id)
+                .and_then(|task| task.prepared.reqs.get(request as usize))
+                .is_some_and(|request| !request.ended);
+            if open {
+                return Some(at);
+            }
+            self.deadlines.pop();
+        }
+        None
+    }
+
+    fn end_early(&mut self, id: u64, index: u32, why: Early) {
+        let Some(mut task) = self.tasks.remove(&id) else { return };
+        if let Some(request) = task.prepared.reqs.get_mut(index as usize)
+            && !request.ended
+        {
+            let copying = request.copying > 0;
+            if why == Early::Cancelled && copying {
+                request.cancelling = true;
+            } else {
+                let outcome = match why {
+                    Early::Cancelled => Outcome::Cancelled,
+                    Early::Deadline if copying => Outcome::Stuck,
+                    Early::Deadline => Outcome::Deadline,
+                };
+                self.end_request(&mut task, index, outcome);
+            }
+            self.drop_unwanted(id, &mut task, index, why);
+        }
+        self.keep(id, task);
+    }
+
+    /// Stops what only request `index` wanted. Operations in flight go on, on their own.
+    fn drop_unwanted(&mut self, id: u64, task: &mut LoadTask, index: u32, why: Early) {
+        let Some(request) = task.prepared.reqs.get(index as usize) else { return };
+        let mut waiting = false;
+        for at in request.units.clone() {
+            let Some(&index) = task.prepared.request_units.get(at as usize) else { continue };
+            if task.is_wanted(index) {
+                continue;
+            }
+            let Some(unit) = task.prepared.units.get_mut(index as usize) else { continue };
+            match unit.state {
+                // The copier drops what nobody wants before it submits.
+                UnitState::Done | UnitState::Copying => continue,
+                UnitState::Unresolved => {}
+                UnitState::Waiting => waiting = true,
+                UnitState::Reading(token) => self.orphan(token, why),
+            }
+            unit.state = UnitState::Done;
+            // Not `sent`: what nobody wants any more is no reason to prepare for more of it.
+            task.unsent = task.unsent.saturating_sub(1);
+        }
+        if waiting {
+            self.drop_waits(id, task);
+        }
+        self.copier.has_unwanted();
+    }
+
+    /// A copy into a destination of this request has ended.
+    pub(super) fn copy_ended(&mut self, task_id: u64, request: u32) {
+        let Some(mut task) = self.tasks.remove(&task_id) else { return };
+        if let Some(state) = task.prepared.reqs.get_mut(request as usize) {
+            state.copying = state.copying.saturating_sub(1);
+            if state.cancelling && state.copying == 0 {
+                self.end_request(&mut task, request, Outcome::Cancelled);
+            }
+        }
+        self.keep(task_id, task);
+    }
+}
+
+impl LoadTask {
+    /// Whether a live request still wants the unit.
+    pub(super) fn is_wanted(&self, unit: u32) -> bool {
+        let Some(unit) = self.prepared.units.get(unit as usize) else { return false };
+        unit.dsts.clone().any(|at| {
+            self.prepared
+                .dsts
+                .get(at as usize)
+                .and_then(|dst| self.prepared.reqs.get(dst.request as usize))
+                .is_some_and(|request| request.is_live())
+        })
+    }
+}

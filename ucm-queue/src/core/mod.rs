@@ -1,0 +1,255 @@
+//! The IO-free heart of a queue: events and a clock in, actions out.
+//!
+//! A [`Core`] never sleeps, never reads a clock and has no threads. `turn` takes what happened,
+//! looks at the waits, claims what may be claimed, and hands work to the backend and the engine.
+//!
+//! **Invariant:** whatever holds a slot or buffer that IO may touch (a token, a lease, a pin)
+//! travels with that IO and is dropped only when it has ended; ending a request never does that.
+
+pub(crate) mod copy;
+mod dispatch;
+mod flight;
+mod load;
+mod store;
+mod wait;
+
+use std::{
+    cmp::Reverse,
+    collections::{BinaryHeap, HashMap, VecDeque},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use ucm_ctrl::{Key, Pool};
+use ucm_store::{Backend, Op, Sink};
+use ucm_transport::TransferEngine;
+
+use crate::{
+    SlotMemory,
+    bounce::Bounce,
+    dump::DumpItem,
+    inbox::{Event, Inbox},
+    metrics::Metrics,
+    task::Prepared,
+};
+
+use self::{copy::Copier, dispatch::Scan, flight::Flight, store::Durable, wait::Wait};
+
+/// Numbers a core works with.
+#[derive(Clone, Debug)]
+pub(crate) struct Limits {
+    /// Backend loads in flight.
+    pub(crate) backend_depth: usize,
+    /// Bytes of backend loads in flight; one load is always allowed.
+    pub(crate) backend_bytes: u64,
+    /// Backend dumps in flight.
+    pub(crate) dump_depth: usize,
+    /// Ranks that may load the same shards.
+    pub(crate) ranks: u32,
+}
+
+/// What a core works with.
+pub(crate) struct Parts {
+    pub(crate) limits: Limits,
+    pub(crate) pool: Pool,
+    pub(crate) slots: Arc<dyn SlotMemory>,
+    pub(crate) load_bounce: Bounce,
+    pub(crate) dump_bounce: Bounce,
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) engine: Arc<dyn TransferEngine>,
+    pub(crate) inbox: Arc<Inbox>,
+    pub(crate) metrics: Arc<Metrics>,
+}
+
+/// What the driver must do after a turn.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Turn {
+    /// Turn again at this time even if nothing happens.
+    pub(crate) wake_at: Option<Instant>,
+    /// There is work for the idle window.
+    pub(crate) prewarm: bool,
+    /// Closed, and nothing is left in flight.
+    pub(crate) finished: bool,
+}
+
+/// See the module description.
+pub(crate) struct Core {
+    parts: Parts,
+    sink: Arc<dyn Sink>,
+    now: Instant,
+    closing: bool,
+    tasks: HashMap<u64, LoadTask>,
+    /// Tasks with units that nobody does anything for, next one first.
+    runnable: VecDeque<u64>,
+    deadlines: BinaryHeap<Reverse<(Instant, u64, u32)>>,
+    scan: Scan,
+    waits: Vec<Wait>,
+    flights: HashMap<u64, Flight>,
+    next_token: u64,
+    loads_in_flight: usize,
+    load_bytes_in_flight: u64,
+    dumps_in_flight: usize,
+    load_ops: Vec<Op>,
+    dump_ops: Vec<Op>,
+    copier: Copier,
+    prewarm: VecDeque<Key>,
+    /// Dumps whose slot is still to be asked for.
+    dumps: VecDeque<DumpItem>,
+    /// Dumps whose bytes are in a slot or buffer, still to be given to the backend.
+    durables: VecDeque<Durable>,
+    #[cfg(test)]
+    pub(crate) panic_at_step: Option<u64>,
+}
+
+/// A task being worked on.
+struct LoadTask {
+    prepared: Box<Prepared>,
+    /// First place of `prepared.order` not yet visited by a claim.
+    next: usize,
+    /// Units to visit again, after a filler's failure.
+    again: Vec<u32>,
+    /// Units neither ended nor handed to the copier.
+    unsent: usize,
+    /// Requests that have not ended.
+    open_requests: usize,
+    /// Whether it is in `runnable`.
+    queued: bool,
+}
+
+impl Core {
+    /// A core with nothing to do.
+    pub(crate) fn new(parts: Parts, now: Instant) -> Self {
+        let sink: Arc<dyn Sink> = Arc::<Inbox>::clone(&parts.inbox);
+        let copier = Copier::new(&parts.engine.capabilities());
+        Self {
+            parts,
+            sink,
+            now,
+            closing: false,
+            tasks: HashMap::new(),
+            runnable: VecDeque::new(),
+            deadlines: BinaryHeap::new(),
+            scan: Scan::new(now),
+            waits: Vec::new(),
+            flights: HashMap::new(),
+            next_token: 1,
+            loads_in_flight: 0,
+            load_bytes_in_flight: 0,
+            dumps_in_flight: 0,
+            load_ops: Vec::new(),
+            dump_ops: Vec::new(),
+            copier,
+            prewarm: VecDeque::new(),
+            dumps: VecDeque::new(),
+            durables: VecDeque::new(),
+            #[cfg(test)]
+            panic_at_step: None,
+        }
+    }
+
+    /// Takes the events and does everything that can be done without waiting.
+    pub(crate) fn turn(&mut self, now: Instant, events: &mut Vec<Event>) -> Turn {
+        self.now = now;
+        self.parts.metrics.turns.add(1);
+        for event in events.drain(..) {
+            self.step();
+            self.take(event);
+        }
+        self.reap_copies();
+        self.expire();
+        self.check_waits();
+        self.dispatch();
+        self.look_around();
+        self.start_dumps();
+        self.start_durables();
+        // Reads first: they run while the copies are made.
+        self.submit_loads();
+        self.submit_copies();
+        self.submit_stores();
+        Turn {
+            wake_at: self.wake_at(),
+            prewarm: !self.prewarm.is_empty(),
+            finished: self.closing && self.is_idle(),
+        }
+    }
+
+    /// One step of the idle window: reserves one slot. Says whether there is more to do.
+    pub(crate) fn prewarm_step(&mut self) -> bool {
+        self.step();
+        let Some(key) = self.prewarm.pop_front() else { return false };
+        if self.preallocate(&key) {
+            self.parts.metrics.preallocated.add(1);
+        } else {
+            self.parts.metrics.prealloc_skipped.add(1);
+        }
+        !self.prewarm.is_empty()
+    }
+
+    /// Whether nothing is in flight and no task is open.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.tasks.is_empty()
+            && self.flights.is_empty()
+            && self.waits.is_empty()
+            && self.copier.is_idle()
+            && self.dumps.is_empty()
+            && self.durables.is_empty()
+    }
+
+    /// Whether the core was told to end everything.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing
+    }
+
+    fn take(&mut self, event: Event) {
+        match event {
+            Event::Submit(prepared) => self.admit(prepared),
+            Event::Dump(prepared) => {
+                self.prewarm.clear();
+                if !self.closing {
+                    self.dumps.extend(prepared.items);
+                }
+            }
+            Event::Cancel(task) => self.cancel(task),
+            Event::Ended(completed) => self.ended(completed),
+            Event::CopyLost(body) => self.copy_lost(*body),
+            Event::Close => self.close(),
+            #[cfg(test)]
+            Event::Panic => panic!("injected panic"),
+        }
+    }
+
+    /// Ends all load tasks as cancelled and takes no more; dumps not yet started are dropped, those
+    /// in flight run to their end.
+    fn close(&mut self) {
+        self.closing = true;
+        self.prewarm.clear();
+        let tasks: Vec<u64> = self.tasks.keys().copied().collect();
+        for task in tasks {
+            self.cancel(task);
+        }
+        self.dumps.clear();
+        self.drop_dump_waits();
+    }
+
+    fn wake_at(&mut self) -> Option<Instant> {
+        let deadline = self.next_deadline();
+        let scan = self.scan_at();
+        match (deadline, scan) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// A named point of the core's work: tests make it panic there.
+    fn step(&mut self) {
+        #[cfg(test)]
+        if let Some(left) = &mut self.panic_at_step {
+            assert!(*left > 0, "injected panic at a step");
+            *left -= 1;
+        }
+    }
+
+    fn since(&self, at: Instant) -> Duration {
+        self.now.saturating_duration_since(at)
+    }
+}

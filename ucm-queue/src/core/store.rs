@@ -1,0 +1,166 @@
+//! Dumps inside the core: into the cache first, then to the backend in the background.
+//!
+//! **Invariant:** the backend reads a dump only from a pinned ready slot or a buffer of its own, and
+//! loads never wait for any of it: dumps have their own depth, plans and buffers.
+
+use ucm_ctrl::{Acquired, FailKind, Fill, Pin, PublishError};
+
+use crate::{bounce::Lease, dump::DumpItem};
+
+use super::{
+    Core,
+    copy::{Snap, SnapInto},
+};
+
+/// How often a dump meets another filler's failure before it gives up.
+const RETRIES: u8 = 3;
+
+/// A dump whose bytes wait to be stored.
+pub(super) struct Durable {
+    item: DumpItem,
+    bytes: Bytes,
+}
+
+enum Bytes {
+    Slot(Pin),
+    Bounce(Lease),
+}
+
+impl Core {
+    /// Asks for the slots of new dumps.
+    pub(super) fn start_dumps(&mut self) {
+        while let Some(item) = self.dumps.pop_front() {
+            self.step();
+            match self.parts.pool.acquire(&item.key) {
+                Ok(Acquired::Hit(pin)) => self.dump_resident(item, pin),
+                Ok(Acquired::Waiter(waiter)) => self.wait_for_dump(item, waiter),
+                Ok(Acquired::Owner(fill)) => self.snap_into_slot(item, fill),
+                Ok(Acquired::Full) => {
+                    if !item.durable || !self.parts.dump_bounce.exists() {
+                        self.dump_failed(&item, FailKind::NoSpace);
+                    } else if let Some(lease) = self.parts.dump_bounce.try_acquire() {
+                        self.snap_into_bounce(item, lease);
+                    } else {
+                        self.dumps.push_front(item);
+                        return;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the cache refused a dump");
+                    self.dump_failed(&item, FailKind::Unavailable);
+                }
+            }
+        }
+    }
+
+    /// The shard is in the cache already: nothing is copied.
+    pub(super) fn dump_resident(&mut self, item: DumpItem, pin: Pin) {
+        item.promise.cached(Ok(()));
+        self.parts.metrics.dump_resident.add(1);
+        self.make_durable(item, Bytes::Slot(pin));
+    }
+
+    /// Whoever was filling the shard failed; our bytes are here, so try to be the next.
+    pub(super) fn dump_filler_failed(&mut self, mut item: DumpItem, kind: FailKind) {
+        item.retries += 1;
+        if item.retries > RETRIES {
+            self.dump_failed(&item, kind);
+        } else {
+            self.dumps.push_front(item);
+        }
+    }
+
+    fn snap_into_slot(&mut self, item: DumpItem, fill: Fill) {
+        match self.parts.slots.slot_addr(fill.slot()) {
+            Some(to) => {
+                let into = SnapInto::Slot { token: fill.start_io(), fill };
+                self.copy_out(Snap { item, to, into, alone: false });
+            }
+            None => {
+                fill.fail(FailKind::Other);
+                self.dump_failed(&item, FailKind::Other);
+            }
+        }
+    }
+
+    fn snap_into_bounce(&mut self, item: DumpItem, lease: Lease) {
+        match lease.addr() {
+            Some(to) => {
+                self.copy_out(Snap { item, to, into: SnapInto::Bounce(lease), alone: false });
+            }
+            None => self.dump_failed(&item, FailKind::Other),
+        }
+    }
+
+    /// The copy of a dump has ended.
+    pub(super) fn snapped(&mut self, snap: Snap, result: Result<(), FailKind>) {
+        let Snap { item, into, .. } = snap;
+        match (into, result) {
+            (SnapInto::Slot { token, fill }, Ok(())) => {
+                drop(token);
+                match fill.publish() {
+                    Ok(pin) => {
+                        self.parts.metrics.dump_copied.add(1);
+                        item.promise.cached(Ok(()));
+                        self.make_durable(item, Bytes::Slot(pin));
+                    }
+                    Err(PublishError::IoInFlight(fill)) => {
+                        fill.abandon_draining(FailKind::Other);
+                        self.dump_failed(&item, FailKind::Other);
+                    }
+                    Err(PublishError::Fenced) => self.dump_failed(&item, FailKind::Unavailable),
+                }
+            }
+            (SnapInto::Slot { token, fill }, Err(kind)) => {
+                drop(token);
+                fill.fail(kind);
+                self.dump_failed(&item, kind);
+            }
+            (SnapInto::Bounce(lease), Ok(())) => {
+                self.parts.metrics.dump_bypass.add(1);
+                item.promise.cached(Err(FailKind::NoSpace));
+                self.make_durable(item, Bytes::Bounce(lease));
+            }
+            (SnapInto::Bounce(_), Err(kind)) => self.dump_failed(&item, kind),
+        }
+    }
+
+    fn make_durable(&mut self, item: DumpItem, bytes: Bytes) {
+        if item.durable {
+            self.durables.push_back(Durable { item, bytes });
+        } else {
+            item.promise.durable(Ok(()));
+        }
+    }
+
+    /// Gives the backend what it may have in flight.
+    pub(super) fn start_durables(&mut self) {
+        while self.dumps_in_flight < self.parts.limits.dump_depth {
+            let Some(Durable { item, bytes }) = self.durables.pop_front() else { return };
+            let memory = match bytes {
+                Bytes::Slot(pin) => self.parts.slots.io_memory(pin.slot(), item.len, Box::new(pin)),
+                Bytes::Bounce(lease) => lease.io_memory(item.len),
+            };
+            match memory {
+                Some(memory) => self.start_store(item, memory),
+                None => self.dump_failed(&item, FailKind::Other),
+            }
+        }
+    }
+
+    /// The backend has ended a dump.
+    pub(super) fn stored(&mut self, item: DumpItem, result: Result<(), FailKind>) {
+        match result {
+            Ok(()) => self.parts.metrics.dump_durable.add(1),
+            Err(_) => self.parts.metrics.dump_failed.add(1),
+        }
+        item.promise.durable(result);
+    }
+
+    /// Ends what is open of a dump with this failure.
+    fn dump_failed(&self, item: &DumpItem, kind: FailKind) {
+        self.parts.metrics.dump_failed.add(1);
+        item.promise.cached(Err(kind));
+        item.promise.durable(Err(kind));
+    }
+}

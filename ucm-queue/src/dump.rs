@@ -1,0 +1,269 @@
+//! Dump tasks: what callers submit, how they are checked, and how they end.
+//!
+//! **Invariant:** both levels of every key end exactly once. A key's `cached` level ends only when
+//! nothing reads its source any more, whatever it ends with, so the source may be reused then.
+
+use std::{
+    collections::HashSet,
+    fmt,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use ucm_ctrl::{FailKind, Key};
+use ucm_transport::Addr;
+
+use crate::{
+    ErrorKind, QueueError,
+    admission::{Admission, Share},
+    regions::Regions,
+    task::Bounds,
+};
+
+/// Shards to put into the cache, and further down if asked.
+#[derive(Clone, Debug, Default)]
+pub struct DumpTask {
+    /// The shards; a key may appear once.
+    pub shards: Vec<DumpRef>,
+    /// Whether the backend must store them too.
+    pub durable: bool,
+}
+
+/// One shard and where its bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DumpRef {
+    /// What the bytes are.
+    pub key: Key,
+    /// First byte of the source.
+    pub src: Addr,
+    /// Exact length in bytes; the pool's shard size if absent. Never zero.
+    pub len: Option<u64>,
+}
+
+/// How one level of one key ended.
+pub type DumpResult = Result<(), FailKind>;
+
+/// How far one key has come.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DumpProgress {
+    /// Whether the shard is in the cache. `Some` also means that the source may be reused.
+    /// `Err(NoSpace)`: the cache was full; the backend's copy does not depend on it.
+    pub cached: Option<DumpResult>,
+    /// Whether the backend has published the object. Equals `cached` if the task is not `durable`.
+    pub durable: Option<DumpResult>,
+}
+
+/// The caller's end of a dump task. Thread-safe; dropping it changes nothing.
+pub struct DumpHandle {
+    shared: Arc<Shared>,
+}
+
+impl DumpHandle {
+    /// Number of keys.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.shared.lock().keys.len()
+    }
+
+    /// True for a task without keys.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Progress of key `index`; nothing for an index out of range.
+    #[must_use]
+    pub fn progress(&self, index: usize) -> DumpProgress {
+        self.shared.lock().keys.get(index).copied().unwrap_or_default()
+    }
+
+    /// Sleeps until the `cached` level of all keys has ended (all sources may be reused), at most
+    /// until `deadline`; one result per key.
+    #[must_use]
+    pub fn wait_cached(&self, deadline: Option<Instant>) -> Option<Vec<DumpResult>> {
+        self.shared.wait(deadline, |state| {
+            if state.open_cached > 0 {
+                return None;
+            }
+            state.keys.iter().map(|key| key.cached).collect()
+        })
+    }
+
+    /// Sleeps until the `durable` level of all keys has ended, at most until `deadline`; one result
+    /// per key.
+    #[must_use]
+    pub fn wait_durable(&self, deadline: Option<Instant>) -> Option<Vec<DumpResult>> {
+        self.shared.wait(deadline, |state| {
+            if state.open_durable > 0 {
+                return None;
+            }
+            state.keys.iter().map(|key| key.durable).collect()
+        })
+    }
+}
+
+impl fmt::Debug for DumpHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DumpHandle").field("keys", &self.shared.lock().keys).finish()
+    }
+}
+
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    keys: Vec<DumpProgress>,
+    open_cached: usize,
+    open_durable: usize,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<T>(
+        &self,
+        deadline: Option<Instant>,
+        mut ready: impl FnMut(&State) -> Option<T>,
+    ) -> Option<T> {
+        let mut state = self.lock();
+        loop {
+            if let Some(value) = ready(&state) {
+                return Some(value);
+            }
+            state = match deadline {
+                None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(at) => {
+                    let left = at.checked_duration_since(Instant::now())?;
+                    let waited = self.changed.wait_timeout(state, left);
+                    waited.unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+    }
+}
+
+/// The queue's end of one key. Whoever works on the key holds it; dropped early, it ends both levels
+/// as `Abandoned`.
+pub(crate) struct KeyPromise {
+    shared: Arc<Shared>,
+    index: u32,
+}
+
+impl KeyPromise {
+    /// Ends the `cached` level.
+    pub(crate) fn cached(&self, result: DumpResult) {
+        self.end(Some(result), None);
+    }
+
+    /// Ends the `durable` level.
+    pub(crate) fn durable(&self, result: DumpResult) {
+        self.end(None, Some(result));
+    }
+
+    fn end(&self, cached: Option<DumpResult>, durable: Option<DumpResult>) {
+        let mut state = self.shared.lock();
+        let State { keys, open_cached, open_durable } = &mut *state;
+        let Some(key) = keys.get_mut(self.index as usize) else { return };
+        if key.cached.is_none() && cached.is_some() {
+            key.cached = cached;
+            *open_cached -= 1;
+        }
+        if key.durable.is_none() && durable.is_some() {
+            key.durable = durable;
+            *open_durable -= 1;
+        }
+        let changed = *open_cached == 0 || *open_durable == 0;
+        drop(state);
+        if changed {
+            self.shared.changed.notify_all();
+        }
+    }
+}
+
+impl Drop for KeyPromise {
+    fn drop(&mut self) {
+        self.end(Some(Err(FailKind::Abandoned)), Some(Err(FailKind::Abandoned)));
+    }
+}
+
+/// One key of a dump, as it travels through the core. Its share of the limits goes with it.
+pub(crate) struct DumpItem {
+    pub(crate) key: Key,
+    pub(crate) src: Addr,
+    pub(crate) len: u64,
+    pub(crate) durable: bool,
+    /// How often another filler's failure was met.
+    pub(crate) retries: u8,
+    pub(crate) promise: KeyPromise,
+    pub(crate) _share: Share,
+}
+
+/// A checked dump task.
+pub(crate) struct PreparedDump {
+    pub(crate) items: Vec<DumpItem>,
+}
+
+impl DumpTask {
+    /// Checks everything and computes what the core needs.
+    pub(crate) fn prepare(
+        self,
+        bounds: &Bounds,
+        regions: &Regions,
+        admission: &Arc<Admission>,
+    ) -> Result<(Box<PreparedDump>, DumpHandle), QueueError> {
+        let mut keys = HashSet::with_capacity(self.shards.len());
+        let mut extents = Vec::with_capacity(self.shards.len());
+        let mut total = 0_u64;
+        for (index, shard) in self.shards.iter().enumerate() {
+            let len = shard.len.unwrap_or(bounds.shard_bytes);
+            if len == 0 || len > bounds.shard_bytes {
+                return Err(QueueError::new(
+                    ErrorKind::TooLarge,
+                    format!(
+                        "shard {index} has {len} bytes, the pool's slots take 1 to {}",
+                        bounds.shard_bytes
+                    ),
+                ));
+            }
+            if !keys.insert(shard.key) {
+                return Err(QueueError::new(
+                    ErrorKind::Invalid,
+                    format!("{:?} appears twice in one dump", shard.key),
+                ));
+            }
+            total = total.saturating_add(len);
+            extents.push((shard.src, len));
+        }
+        regions.check(extents.iter().copied())?;
+        let shares = admission.dump(extents.iter().map(|(_, len)| *len), total)?;
+        let open = self.shards.len();
+        let shared = Arc::new(Shared {
+            state: Mutex::new(State {
+                keys: vec![DumpProgress::default(); open],
+                open_cached: open,
+                open_durable: open,
+            }),
+            changed: Condvar::new(),
+        });
+        let items = (0_u32..)
+            .zip(self.shards)
+            .zip(extents)
+            .zip(shares)
+            .map(|(((index, shard), (src, len)), share)| DumpItem {
+                key: shard.key,
+                src,
+                len,
+                durable: self.durable,
+                retries: 0,
+                promise: KeyPromise { shared: Arc::clone(&shared), index },
+                _share: share,
+            })
+            .collect();
+        Ok((Box::new(PreparedDump { items }), DumpHandle { shared }))
+    }
+}

@@ -1,0 +1,53 @@
+//! The crate's error: a stable kind and a message with the numbers and the remedy.
+//!
+//! **Invariant:** an error of `submit` or `dump` means that nothing was accepted and nothing will
+//! be read or written for it.
+
+/// What kind of failure this is. Values are stable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The task contradicts itself (one key with two lengths, source and destination mixed up, …).
+    Invalid = 1,
+    /// A shard, or a whole task, is larger than what it must fit into.
+    TooLarge = 2,
+    /// A source or destination leaves its region.
+    OutOfBounds = 3,
+    /// Two destinations of one task overlap.
+    Overlap = 4,
+    /// A source or destination names a region this queue was not told about.
+    UnknownRegion = 5,
+    /// The queue holds as much as it may; try again when something has ended.
+    Busy = 6,
+    /// The dispatcher died; nothing is accepted any more.
+    Poisoned = 7,
+    /// The queue is shutting down.
+    Closed = 8,
+    /// The queue could not be started.
+    Start = 9,
+}
+
+impl ErrorKind {
+    /// Number of kinds, for tables indexed by kind.
+    pub(crate) const COUNT: usize = 10;
+}
+
+/// Error of every fallible call of this crate.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{kind:?}: {message}")]
+pub struct QueueError {
+    kind: ErrorKind,
+    message: String,
+}
+
+impl QueueError {
+    pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into() }
+    }
+
+    /// Kind of the failure.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+}

@@ -1,0 +1,440 @@
+//! The queue as callers see it: builder, submission, registration of memory, statistics.
+//!
+//! **Invariant:** a submission is refused with its numbers before any effect, or its handle ends.
+
+use std::{
+    fmt,
+    sync::Arc,
+    task::Waker,
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use ucm_ctrl::{
+    Member, Pool,
+    sync::{AtomicU64, Ordering},
+};
+use ucm_store::Backend;
+use ucm_transport::{Memory, RegionId, TransferEngine, TransferError};
+
+use crate::{
+    DumpHandle, DumpTask, ErrorKind, Order, QueueError, QueueStats, SlotMemory, Task, TaskHandle,
+    admission::Admission,
+    bounce::Bounce,
+    core::{Core, Limits, Parts},
+    driver::{Driver, Health, Vitals},
+    inbox::{EngineWaker, Event, Inbox},
+    metrics::Metrics,
+    regions::Regions,
+    task::Bounds,
+};
+
+/// Settings of a queue; made by [`LoadQueue::builder`].
+#[derive(Debug)]
+#[must_use]
+pub struct Builder {
+    member: Member,
+    pool: Pool,
+    slots: Arc<dyn SlotMemory>,
+    backend: Arc<dyn Backend>,
+    engine: Arc<dyn TransferEngine>,
+    rank: u32,
+    ranks: u32,
+    order: Order,
+    backend_depth: Option<usize>,
+    backend_bytes: u64,
+    dump_depth: usize,
+    bounce: Option<(Arc<dyn SlotMemory>, u32)>,
+    max_tasks: u64,
+    max_shards: u64,
+    max_dump_bytes: u64,
+    grace: Duration,
+    #[cfg(test)]
+    pub(crate) panic_at_step: Option<u64>,
+}
+
+impl Builder {
+    /// This rank and how many ranks of the node load the same tasks; 0 of 1 by default.
+    pub fn rank(mut self, rank: u32, ranks: u32) -> Self {
+        self.ranks = ranks.max(1);
+        self.rank = rank % self.ranks;
+        self
+    }
+
+    /// In which order shards are visited; rotated by default.
+    pub fn order(mut self, order: Order) -> Self {
+        self.order = order;
+        self
+    }
+
+    /// Most backend loads in flight, at least 1; what the backend recommends by default.
+    pub fn backend_depth(mut self, depth: usize) -> Self {
+        self.backend_depth = Some(depth.max(1));
+        self
+    }
+
+    /// Most bytes of backend loads in flight; one load is always allowed. No limit by default.
+    pub fn backend_bytes(mut self, bytes: u64) -> Self {
+        self.backend_bytes = bytes;
+        self
+    }
+
+    /// Most backend dumps in flight, at least 1; 4 by default.
+    pub fn dump_depth(mut self, depth: usize) -> Self {
+        self.dump_depth = depth.max(1);
+        self
+    }
+
+    /// Buffers for shards that find the cache full: the first `for_dumps` cells of `buffers` serve
+    /// dumps, the others loads. Without buffers such shards fail as `NoSpace`.
+    pub fn bounce(mut self, buffers: Arc<dyn SlotMemory>, for_dumps: u32) -> Self {
+        self.bounce = Some((buffers, for_dumps));
+        self
+    }
+
+    /// Most load tasks, and shards of them, that may be admitted and not ended; 4,096 and 2²⁰ by
+    /// default.
+    pub fn max_admitted(mut self, tasks: u64, shards: u64) -> Self {
+        self.max_tasks = tasks;
+        self.max_shards = shards;
+        self
+    }
+
+    /// Most bytes of dumps that may be admitted and not ended at their last level; 1 GiB by
+    /// default.
+    pub fn max_dump_bytes(mut self, bytes: u64) -> Self {
+        self.max_dump_bytes = bytes;
+        self
+    }
+
+    /// How long a close waits for operations in flight, and then again for copies; 5 s by default.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.grace = grace;
+        self
+    }
+
+    /// Starts the dispatcher.
+    ///
+    /// # Errors
+    /// `TooLarge` when the pool's shards do not fit into the slots or bounce buffers, `Start` when
+    /// the slot memory has fewer slots than the pool, or no thread can be made.
+    pub fn start(self) -> Result<LoadQueue, QueueError> {
+        let bounds = self.bounds()?;
+        let bell = self.member.doorbell();
+        let inbox = Inbox::new({
+            let bell = bell.clone();
+            move || bell.ring()
+        });
+        let metrics = Arc::new(Metrics::default());
+        let vitals = Arc::new(Vitals::default());
+        let limits = Limits {
+            backend_depth: self
+                .backend_depth
+                .unwrap_or_else(|| self.backend.capabilities().depth.max(1)),
+            backend_bytes: self.backend_bytes,
+            dump_depth: self.dump_depth,
+            ranks: self.ranks,
+        };
+        let (load_bounce, dump_bounce) = match self.bounce {
+            Some((memory, for_dumps)) => {
+                let all = memory.slots();
+                let split = for_dumps.min(all);
+                (Bounce::new(memory.clone(), split..all), Bounce::new(memory, 0..split))
+            }
+            None => (Bounce::none(), Bounce::none()),
+        };
+        let parts = Parts {
+            limits,
+            pool: self.pool,
+            slots: self.slots,
+            load_bounce,
+            dump_bounce,
+            backend: self.backend,
+            engine: self.engine.clone(),
+            inbox: inbox.clone(),
+            metrics: metrics.clone(),
+        };
+        let core = Core::new(parts, Instant::now());
+        #[cfg(test)]
+        let core = {
+            let mut core = core;
+            core.panic_at_step = self.panic_at_step;
+            core
+        };
+        let driver = Driver {
+            bell,
+            inbox: inbox.clone(),
+            engine: self.engine.clone(),
+            vitals: vitals.clone(),
+            grace: self.grace,
+        };
+        self.engine.set_waker(Some(Waker::from(Arc::new(EngineWaker(inbox.clone())))));
+        let thread = std::thread::Builder::new()
+            .name(format!("ucm-queue-{}", self.rank))
+            .spawn(move || driver.run(core))
+            .map_err(|error| {
+                QueueError::new(ErrorKind::Start, format!("no dispatcher thread: {error}"))
+            })?;
+        Ok(LoadQueue {
+            shared: Shared {
+                bounds,
+                regions: Regions::default(),
+                admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
+                inbox,
+                metrics,
+                vitals,
+                engine: self.engine,
+                next_id: AtomicU64::new(1),
+            },
+            thread: Some(thread),
+        })
+    }
+
+    fn bounds(&self) -> Result<Bounds, QueueError> {
+        let shard_bytes = self.pool.shard_bytes();
+        let cell = self.slots.slot_bytes();
+        if shard_bytes > cell {
+            return Err(QueueError::new(
+                ErrorKind::TooLarge,
+                format!("the pool's shards have {shard_bytes} bytes, the slots only {cell}"),
+            ));
+        }
+        if self.slots.slots() < self.pool.slots() {
+            return Err(QueueError::new(
+                ErrorKind::Start,
+                format!(
+                    "the pool has {} slots, their memory only {}",
+                    self.pool.slots(),
+                    self.slots.slots()
+                ),
+            ));
+        }
+        if let Some((buffers, _)) = &self.bounce
+            && buffers.slot_bytes() < shard_bytes
+        {
+            return Err(QueueError::new(
+                ErrorKind::TooLarge,
+                format!(
+                    "the pool's shards have {shard_bytes} bytes, the bounce buffers only {}",
+                    buffers.slot_bytes()
+                ),
+            ));
+        }
+        Ok(Bounds {
+            shard_bytes,
+            shards_per_block: self.pool.shards_per_block(),
+            ranks: self.ranks,
+            rank: self.rank,
+            order: self.order,
+        })
+    }
+}
+
+/// A rank's queue for one pool: loads shards through the shared cache into the caller's memory, and
+/// dumps the other way.
+///
+/// Thread-safe; share it by reference or `Arc`. Dropping it cancels what is open, waits for what is
+/// in flight (at most the builder's grace) and ends the dispatcher. The engine must be used by
+/// nobody else, because the queue takes all its completions.
+pub struct LoadQueue {
+    shared: Shared,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    bounds: Bounds,
+    regions: Regions,
+    admission: Arc<Admission>,
+    inbox: Arc<Inbox>,
+    metrics: Arc<Metrics>,
+    vitals: Arc<Vitals>,
+    engine: Arc<dyn TransferEngine>,
+    next_id: AtomicU64,
+}
+
+impl LoadQueue {
+    /// Settings for a queue of `member` over `pool`, whose slots lie in `slots` (registered with
+    /// `engine`).
+    pub fn builder(
+        member: &Member,
+        pool: &Pool,
+        slots: Arc<dyn SlotMemory>,
+        backend: Arc<dyn Backend>,
+        engine: Arc<dyn TransferEngine>,
+    ) -> Builder {
+        Builder {
+            member: member.clone(),
+            pool: pool.clone(),
+            slots,
+            backend,
+            engine,
+            rank: 0,
+            ranks: 1,
+            order: Order::Rotated,
+            backend_depth: None,
+            backend_bytes: u64::MAX,
+            dump_depth: 4,
+            bounce: None,
+            max_tasks: 4096,
+            max_shards: 1 << 20,
+            max_dump_bytes: 1 << 30,
+            grace: Duration::from_secs(5),
+            #[cfg(test)]
+            panic_at_step: None,
+        }
+    }
+
+    /// Registers memory with the engine and makes it usable as source and destination.
+    ///
+    /// # Errors
+    /// What the engine says.
+    pub fn register(&self, memory: Memory) -> Result<RegionId, TransferError> {
+        let len = memory.len() as u64;
+        let region = self.shared.engine.register(memory)?;
+        self.shared.regions.insert(region, len);
+        Ok(region)
+    }
+
+    /// Makes a region of `len` bytes that is registered with the engine already usable as source
+    /// and destination.
+    pub fn add_region(&self, region: RegionId, len: u64) {
+        self.shared.regions.insert(region, len);
+    }
+
+    /// Takes a region back. Tasks admitted before that name it and are not copied yet end
+    /// `Recompute`.
+    ///
+    /// # Errors
+    /// What the engine says: `Busy` while a copy uses it; it stays usable then.
+    pub fn deregister(&self, region: RegionId) -> Result<(), TransferError> {
+        let len = self.shared.regions.remove(region);
+        let result = self.shared.engine.deregister(region);
+        if let (Err(_), Some(len)) = (&result, len) {
+            self.shared.regions.insert(region, len);
+        }
+        result
+    }
+
+    /// Submits a load task. Returns at once; the handle's requests end one by one.
+    ///
+    /// # Errors
+    /// See [`ErrorKind`]: nothing was accepted, and the message has the numbers.
+    pub fn submit(&self, task: Task) -> Result<TaskHandle, QueueError> {
+        self.counted(|shared| {
+            let share = shared.admission.load(task.shards())?;
+            let id = shared.next_id.fetch_add(1, Ordering::Relaxed);
+            let inbox = shared.inbox.clone();
+            let (prepared, handle) =
+                task.prepare(id, Instant::now(), &shared.bounds, &shared.regions, share, inbox)?;
+            shared.push(Event::Submit(prepared))?;
+            Ok(handle)
+        })
+    }
+
+    /// Submits a dump task. Returns at once.
+    ///
+    /// # Errors
+    /// See [`ErrorKind`]; `Busy` is the back-pressure: too many bytes of dumps have not ended.
+    pub fn dump(&self, task: DumpTask) -> Result<DumpHandle, QueueError> {
+        self.counted(|shared| {
+            let (prepared, handle) =
+                task.prepare(&shared.bounds, &shared.regions, &shared.admission)?;
+            shared.push(Event::Dump(prepared))?;
+            shared.metrics.dump_tasks.add(1);
+            Ok(handle)
+        })
+    }
+
+    /// What the queue has done and holds.
+    #[must_use]
+    pub fn stats(&self) -> QueueStats {
+        let mut stats = self.shared.metrics.snapshot();
+        stats.dump_bytes_in_flight = self.shared.admission.dump_bytes_held();
+        stats
+    }
+
+    /// Fails once the dispatcher is gone.
+    ///
+    /// # Errors
+    /// `Poisoned` with the panic's message, or `Closed`.
+    pub fn check(&self) -> Result<(), QueueError> {
+        self.shared.check()
+    }
+
+    /// Ends everything and the dispatcher, like dropping the queue, and says how it went.
+    ///
+    /// # Errors
+    /// `Poisoned` when the dispatcher had panicked.
+    pub fn close(mut self) -> Result<(), QueueError> {
+        self.shut_down();
+        match self.shared.vitals.health() {
+            Health::Poisoned(message) => Err(poisoned(&message)),
+            _ => Ok(()),
+        }
+    }
+
+    fn counted<T>(
+        &self,
+        submit: impl FnOnce(&Shared) -> Result<T, QueueError>,
+    ) -> Result<T, QueueError> {
+        let result = self.shared.check().and_then(|()| submit(&self.shared));
+        if let Err(error) = &result {
+            self.shared.metrics.reject(error.kind());
+        }
+        result
+    }
+
+    fn shut_down(&mut self) {
+        let Some(thread) = self.thread.take() else { return };
+        self.shared.vitals.set(Health::Closed);
+        // Refused only by a dispatcher that is gone already.
+        let _ = self.shared.inbox.push(Event::Close);
+        // The thread catches its panics.
+        let _ = thread.join();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn inject_panic(&self) {
+        let _ = self.shared.inbox.push(Event::Panic);
+    }
+}
+
+impl Shared {
+    fn check(&self) -> Result<(), QueueError> {
+        match self.vitals.health() {
+            Health::Alive => Ok(()),
+            Health::Closed => Err(QueueError::new(ErrorKind::Closed, "the queue is closing")),
+            Health::Poisoned(message) => Err(poisoned(&message)),
+        }
+    }
+
+    fn push(&self, event: Event) -> Result<(), QueueError> {
+        self.inbox.push(event).map_err(|_| {
+            self.check()
+                .err()
+                .unwrap_or_else(|| QueueError::new(ErrorKind::Closed, "the dispatcher has ended"))
+        })
+    }
+}
+
+impl Drop for LoadQueue {
+    fn drop(&mut self) {
+        self.shut_down();
+    }
+}
+
+impl fmt::Debug for LoadQueue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LoadQueue")
+            .field("health", &self.shared.vitals.health())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
+    }
+}
+
+fn poisoned(message: &str) -> QueueError {
+    QueueError::new(
+        ErrorKind::Poisoned,
+        format!("the dispatcher panicked ({message}): make a new queue"),
+    )
+}
