@@ -71,18 +71,18 @@ pub(crate) enum Found {
     Absent,
 }
 
-impl<'a> PoolTables<'a> {
+impl PoolTables {
     pub(crate) fn bucket_index(&self, hashed: Hashed) -> usize {
         let mask = self.buckets.len() as u64 - 1;
         usize::try_from(hashed.position & mask).unwrap_or(0)
     }
 
-    pub(crate) fn slot(&self, index: u32) -> Option<&'a Slot> {
+    pub(crate) fn slot(&self, index: u32) -> Option<&Slot> {
         self.slots.get(index as usize)
     }
 
     /// Looks for a key without a lock. What it returns is a candidate: pin it, then look again.
-    pub(crate) fn find(&self, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+    pub(crate) fn find(&self, key: &RawKey) -> Option<(u32, &Slot, SlotWord)> {
         let bucket = self.buckets.get(self.bucket_index(key.hashed))?;
         for entry in &bucket.entries {
             if let Some((index, tag)) = parse(entry.load(Ordering::Acquire))
@@ -99,7 +99,11 @@ impl<'a> PoolTables<'a> {
     }
 
     #[cold]
-    fn find_in_chain(&self, bucket: &'a Bucket, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+    fn find_in_chain<'a>(
+        &'a self,
+        bucket: &'a Bucket,
+        key: &RawKey,
+    ) -> Option<(u32, &'a Slot, SlotWord)> {
         // A removal during the walk may lead it astray: walk again. A chain never has more members
         // than slots; a longer walk is a cycle made by corruption.
         for _ in 0..64 {
@@ -119,7 +123,7 @@ impl<'a> PoolTables<'a> {
         None
     }
 
-    fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &'a Slot, SlotWord)> {
+    fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &Slot, SlotWord)> {
         let slot = self.slot(index)?;
         let word = slot.load();
         let there = word.phase().is_resident() || word.phase() == Phase::Claimed;
@@ -127,10 +131,10 @@ impl<'a> PoolTables<'a> {
     }
 
     /// Locks the bucket of a key in the name of a member.
-    pub(crate) fn lock(&self, member: &MemberInner, hashed: Hashed) -> Option<Locked<'a>> {
+    pub(crate) fn lock(&self, member: &MemberInner, hashed: Hashed) -> Option<Locked<'_>> {
         let bucket = self.buckets.get(self.bucket_index(hashed))?;
         acquire_lock(&bucket.lock, member);
-        Some(Locked { tables: *self, bucket })
+        Some(Locked { tables: self, bucket })
     }
 }
 
@@ -203,7 +207,7 @@ fn wake(_: &AtomicU32) {}
 /// A bucket under lock; unlocked on drop.
 #[derive(Debug)]
 pub(crate) struct Locked<'a> {
-    tables: PoolTables<'a>,
+    tables: &'a PoolTables,
     bucket: &'a Bucket,
 }
 
@@ -327,7 +331,7 @@ impl Drop for Locked<'_> {
 }
 
 /// Walks all linked slots of a bucket without a lock, for inspection.
-pub(crate) fn linked(tables: &PoolTables<'_>, bucket: &Bucket) -> Vec<(u32, Option<u32>)> {
+pub(crate) fn linked(tables: &PoolTables, bucket: &Bucket) -> Vec<(u32, Option<u32>)> {
     let mut out = Vec::new();
     for entry in &bucket.entries {
         if let Some((slot, tag)) = parse(entry.load(Ordering::Acquire)) {

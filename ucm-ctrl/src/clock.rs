@@ -12,7 +12,7 @@ use crate::{
     bucket::RawKey,
     freemap,
     key::{BlockId, Hasher},
-    layout::Slot,
+    layout::{PoolHot, Slot},
     member::MemberInner,
     region::PoolTables,
     slot::{Phase, SlotWord},
@@ -22,7 +22,7 @@ use crate::{
 /// Slots a preallocation looks at before it gives up, so that it never delays a task noticeably.
 const PREALLOC_SCAN: u32 = 65_536;
 
-impl<'a> PoolTables<'a> {
+impl PoolTables {
     /// Sets the accessed bit. Reads first: a hot slot's bit is set already, and the line stays
     /// shared between the cores.
     pub(crate) fn mark(&self, slot: u32) {
@@ -46,14 +46,20 @@ impl<'a> PoolTables<'a> {
         }
     }
 
+    pub(crate) fn hot(&self) -> &PoolHot {
+        #[expect(clippy::indexing_slicing, reason = "the table has one item by construction")]
+        &self.hot[0]
+    }
+
     /// Finds a slot for a key that is absent. The slot comes back `Detached` in the member's name;
     /// `None` means that every slot is pinned or being filled.
     pub(crate) fn obtain(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
         member.count(|c| &c.victim_searches, 1);
-        if let Some(slot) = freemap::take(self.free_regular, |slot| self.claim_free(member, slot)) {
+        if let Some(slot) = freemap::take(self.free_regular(), |slot| self.claim_free(member, slot))
+        {
             return Some(slot);
         }
-        if self.hot.full.0.load(Ordering::SeqCst) != 0 {
+        if self.hot().full.0.load(Ordering::SeqCst) != 0 {
             return None;
         }
         let victim = self.sweep(member).or_else(|| self.declare_full(member))?;
@@ -64,7 +70,7 @@ impl<'a> PoolTables<'a> {
     fn sweep(&self, member: &MemberInner) -> Option<u32> {
         let slots = u64::from(self.regular);
         for step in 0..2 * slots {
-            let at = self.hot.cursor.0.fetch_add(1, Ordering::Relaxed) % slots;
+            let at = self.hot().cursor.0.fetch_add(1, Ordering::Relaxed) % slots;
             let Ok(at) = u32::try_from(at) else { continue };
             if let Some(word) = self.evictable(at) {
                 if step < slots && self.is_marked(at) {
@@ -83,7 +89,7 @@ impl<'a> PoolTables<'a> {
     /// makes a slot evictable clears the flag *after* doing so; this look after setting it is the
     /// other half of that handshake.
     fn declare_full(&self, member: &MemberInner) -> Option<u32> {
-        self.hot.full.0.store(1, Ordering::SeqCst);
+        self.hot().full.0.store(1, Ordering::SeqCst);
         for slot in 0..self.regular {
             if let Some(word) = self.evictable(slot)
                 && self.claim(member, slot, word, || true)
@@ -97,8 +103,8 @@ impl<'a> PoolTables<'a> {
 
     /// To be called whenever a slot may have become evictable or free.
     pub(crate) fn not_full(&self) {
-        if self.hot.full.0.load(Ordering::SeqCst) != 0 {
-            self.hot.full.0.store(0, Ordering::SeqCst);
+        if self.hot().full.0.load(Ordering::SeqCst) != 0 {
+            self.hot().full.0.store(0, Ordering::SeqCst);
         }
     }
 
@@ -106,7 +112,7 @@ impl<'a> PoolTables<'a> {
     /// the reserved slots, whose bits age with each search. `None` when there is none.
     pub(crate) fn obtain_idle(&self, member: &MemberInner, hasher: Hasher) -> Option<(u32, bool)> {
         let free = |slot| self.claim_free(member, slot);
-        if let Some(slot) = freemap::take(self.free_regular, free) {
+        if let Some(slot) = freemap::take(self.free_regular(), free) {
             return Some((slot, false));
         }
         if let Some(victim) = self.peek_cold(member) {
@@ -114,7 +120,7 @@ impl<'a> PoolTables<'a> {
             return Some((victim, false));
         }
         let free = |slot: u32| self.claim_free(member, slot + self.regular);
-        if let Some(slot) = freemap::take(self.free_reserved, free) {
+        if let Some(slot) = freemap::take(self.free_reserved(), free) {
             return Some((slot + self.regular, true));
         }
         let victim = self.sweep_reserved(member)?;
@@ -125,7 +131,7 @@ impl<'a> PoolTables<'a> {
     /// First evictable regular slot without accessed bit, ahead of the hand. Neither moves the hand
     /// nor clears bits: preallocation takes what is cold already and ages nothing.
     fn peek_cold(&self, member: &MemberInner) -> Option<u32> {
-        let start = self.hot.cursor.0.load(Ordering::Relaxed) % u64::from(self.regular);
+        let start = self.hot().cursor.0.load(Ordering::Relaxed) % u64::from(self.regular);
         let start = u32::try_from(start).unwrap_or(0);
         let mut step = 0;
         let limit = self.regular.min(PREALLOC_SCAN);
@@ -157,7 +163,7 @@ impl<'a> PoolTables<'a> {
         let total = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
         let reserved = u64::from(total - self.regular);
         for _ in 0..reserved {
-            let step = self.hot.reserved_cursor.0.fetch_add(1, Ordering::Relaxed) % reserved;
+            let step = self.hot().reserved_cursor.0.fetch_add(1, Ordering::Relaxed) % reserved;
             let at = self.regular + u32::try_from(step).unwrap_or(0);
             if let Some(word) = self.evictable(at) {
                 if self.is_marked(at) {
@@ -234,8 +240,8 @@ impl<'a> PoolTables<'a> {
     /// Makes a slot whose word says `Free` findable.
     pub(crate) fn hint_free(&self, index: u32) {
         match index.checked_sub(self.regular) {
-            None => freemap::set(self.free_regular, index),
-            Some(reserved) => freemap::set(self.free_reserved, reserved),
+            None => freemap::set(self.free_regular(), index),
+            Some(reserved) => freemap::set(self.free_reserved(), reserved),
         }
         self.not_full();
     }

@@ -42,13 +42,13 @@ impl Handle {
         &self.pool.member
     }
 
-    fn with<R>(&self, f: impl FnOnce(&PoolTables<'_>, &Slot) -> R) -> Option<R> {
+    fn with<R>(&self, f: impl FnOnce(&PoolTables, &Slot) -> R) -> Option<R> {
         if !self.member().may_write() {
             return None;
         }
         let tables = self.pool.tables().ok()?;
         let slot = tables.slot(self.slot)?;
-        Some(f(&tables, slot))
+        Some(f(tables, slot))
     }
 }
 
@@ -401,7 +401,7 @@ impl FillCore {
         &self,
         phase: Phase,
         kind: Option<FailKind>,
-        then: impl FnOnce(&PoolTables<'_>, &Slot),
+        then: impl FnOnce(&PoolTables, &Slot),
     ) -> bool {
         let handle = &self.handle;
         let me = handle.member().index;

@@ -177,9 +177,9 @@ impl Control {
                 reserved: geometry.reserved,
                 ..PoolInspection::default()
             };
-            walk_slots(&tables, &mut inspection, &mut pins, &mut filling, &mut out.problems);
-            walk_buckets(&tables, self.region.hasher(), &mut inspection, &mut out.problems);
-            let cursor = tables.hot.cursor.0.load(Ordering::Relaxed);
+            walk_slots(tables, &mut inspection, &mut pins, &mut filling, &mut out.problems);
+            walk_buckets(tables, self.region.hasher(), &mut inspection, &mut out.problems);
+            let cursor = tables.hot().cursor.0.load(Ordering::Relaxed);
             inspection.cursor = cursor % u64::from(geometry.slots);
             out.pools.push(inspection);
         }
@@ -213,7 +213,7 @@ impl Control {
 }
 
 fn walk_slots(
-    tables: &PoolTables<'_>,
+    tables: &PoolTables,
     out: &mut PoolInspection,
     pins: &mut [u64],
     filling: &mut [u64],
@@ -260,7 +260,7 @@ fn walk_slots(
 }
 
 fn walk_buckets(
-    tables: &PoolTables<'_>,
+    tables: &PoolTables,
     hasher: Hasher,
     out: &mut PoolInspection,
     problems: &mut Vec<String>,

@@ -367,6 +367,9 @@ impl fmt::Debug for Keeper {
 }
 
 fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
+    if !member.may_write() {
+        return;
+    }
     let region = &member.control.region;
     if let Some(record) = region.lease(ticket.index()) {
         let word = record.load();

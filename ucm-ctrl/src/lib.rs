@@ -27,6 +27,8 @@
 //! # }
 //! ```
 
+#![cfg_attr(not(test), deny(clippy::indexing_slicing))]
+
 mod bucket;
 mod clock;
 mod control;

@@ -393,11 +393,9 @@ impl MemberInner {
         }
     }
 
-    /// Releases one pin; true when it was the slot's last pin of all members.
+    /// Releases one pin; true when it was the slot's last pin of all members. Only to be called
+    /// while [`may_write`](Self::may_write).
     pub(crate) fn unpin(&self, pool: u8, slot: u32, pins: &[AtomicU64; 2]) -> bool {
-        if !self.may_write() {
-            return false;
-        }
         let (Some(local), Some(shared)) = (self.local(pool, slot), pins.get(self.pin_word)) else {
             return false;
         };

@@ -142,13 +142,13 @@ impl Pool {
         let mut backoff = Backoff::default();
         loop {
             if let Some((index, slot, _)) = tables.find(&raw) {
-                if let Some(acquired) = self.enter(&tables, index, slot, &raw, true) {
+                if let Some(acquired) = self.enter(tables, index, slot, &raw, true) {
                     return Ok(acquired);
                 }
                 backoff.snooze();
                 continue;
             }
-            match self.insert(&tables, &raw) {
+            match self.insert(tables, &raw) {
                 Insertion::Done(acquired) => return Ok(acquired),
                 Insertion::Full if tables.find(&raw).is_none() => {
                     self.member.count(|c| &c.fulls, 1);
@@ -174,7 +174,7 @@ impl Pool {
             if matches!(word.phase(), Phase::Idle | Phase::Failed) {
                 return Ok(None);
             }
-            match self.enter(&tables, index, slot, &raw, false) {
+            match self.enter(tables, index, slot, &raw, false) {
                 Some(Acquired::Full) => return Ok(None),
                 Some(acquired) => return Ok(Some(acquired)),
                 None => backoff.snooze(),
@@ -187,7 +187,7 @@ impl Pool {
     /// `claim`, a slot that nobody fills is answered with `Full` ("nothing to be had").
     fn enter(
         &self,
-        tables: &PoolTables<'_>,
+        tables: &PoolTables,
         index: u32,
         slot: &Slot,
         key: &RawKey,
@@ -230,7 +230,7 @@ impl Pool {
         }
     }
 
-    fn insert(&self, tables: &PoolTables<'_>, key: &RawKey) -> Insertion {
+    fn insert(&self, tables: &PoolTables, key: &RawKey) -> Insertion {
         let me = &*self.member;
         let Some(index) = tables.obtain(me, self.hasher()) else { return Insertion::Full };
         let Some(slot) = tables.slot(index) else { return Insertion::Full };
@@ -249,7 +249,7 @@ impl Pool {
     /// Links a detached slot under its new key, as `word`. False when the key is resident by now.
     fn link(
         &self,
-        tables: &PoolTables<'_>,
+        tables: &PoolTables,
         index: u32,
         slot: &Slot,
         key: &RawKey,
@@ -290,7 +290,7 @@ impl Pool {
         let Some(slot) = tables.slot(index) else { return Ok(Prealloc::NoSlot) };
         slot.set_key(&raw);
         let idle = slot.load().to(Phase::Idle, None);
-        if !self.link(&tables, index, slot, &raw, idle) {
+        if !self.link(tables, index, slot, &raw, idle) {
             tables.release(index);
             return Ok(Prealloc::Resident);
         }
@@ -314,7 +314,7 @@ impl Pool {
         }
         let tables = self.tables()?;
         for (key, out) in keys.iter().zip(out) {
-            *out = self.presence(&tables, key);
+            *out = self.presence(tables, key);
         }
         Ok(())
     }
@@ -326,10 +326,10 @@ impl Pool {
     pub fn prefix_lookup(&self, keys: &[Key]) -> Result<usize, CtrlError> {
         self.member.check()?;
         let tables = self.tables()?;
-        Ok(keys.iter().take_while(|key| self.presence(&tables, key) == Presence::Ready).count())
+        Ok(keys.iter().take_while(|key| self.presence(tables, key) == Presence::Ready).count())
     }
 
-    fn presence(&self, tables: &PoolTables<'_>, key: &Key) -> Presence {
+    fn presence(&self, tables: &PoolTables, key: &Key) -> Presence {
         match tables.find(&self.raw(key)) {
             Some((_, _, word)) => match word.phase() {
                 Phase::Ready => Presence::Ready,
@@ -388,7 +388,7 @@ impl Pool {
         Ok(Removal::Absent)
     }
 
-    pub(crate) fn tables(&self) -> Result<PoolTables<'_>, CtrlError> {
+    pub(crate) fn tables(&self) -> Result<&PoolTables, CtrlError> {
         self.member
             .control
             .region
@@ -396,7 +396,7 @@ impl Pool {
             .ok_or_else(|| CtrlError::Invalid(format!("there is no pool {}", self.id.0)))
     }
 
-    fn enter_tables(&self, key: &Key) -> Result<PoolTables<'_>, CtrlError> {
+    fn enter_tables(&self, key: &Key) -> Result<&PoolTables, CtrlError> {
         self.member.check()?;
         let tables = self.tables()?;
         if key.shard >= tables.shards_per_block {
@@ -418,7 +418,7 @@ impl Pool {
         RawKey { lo, hi, shard: key.shard, hashed }
     }
 
-    fn unpin(&self, tables: &PoolTables<'_>, index: u32, slot: &Slot) {
+    fn unpin(&self, tables: &PoolTables, index: u32, slot: &Slot) {
         if self.member.unpin(self.id.0, index, &slot.pins) {
             tables.not_full();
         }

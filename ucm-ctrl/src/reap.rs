@@ -58,12 +58,12 @@ impl Member {
         }
         for pool in 0..me.control.geometry().pools.len() {
             let Some(tables) = me.control.region.pool(pool) else { continue };
-            free_locks(&tables, id.0, &mut reaped);
+            free_locks(tables, id.0, &mut reaped);
         }
         for pool in 0..me.control.geometry().pools.len() {
             let Some(tables) = me.control.region.pool(pool) else { continue };
             for index in 0..u32::try_from(tables.slots.len()).unwrap_or(u32::MAX) {
-                recover_slot(me, &tables, index, id.0, &mut reaped);
+                recover_slot(me, tables, index, id.0, &mut reaped);
             }
             tables.not_full();
         }
@@ -97,21 +97,15 @@ impl Member {
     }
 }
 
-fn free_locks(tables: &PoolTables<'_>, dead: u8, reaped: &mut Reaped) {
-    for bucket in tables.buckets {
+fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
+    for bucket in tables.buckets.iter() {
         if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock(&bucket.lock, dead) {
             reaped.locks += 1;
         }
     }
 }
 
-fn recover_slot(
-    me: &MemberInner,
-    tables: &PoolTables<'_>,
-    index: u32,
-    dead: u8,
-    reaped: &mut Reaped,
-) {
+fn recover_slot(me: &MemberInner, tables: &PoolTables, index: u32, dead: u8, reaped: &mut Reaped) {
     let Some(slot) = tables.slot(index) else { return };
     let (word_index, bit) = (usize::from(dead) / 64, 1_u64 << (dead % 64));
     let word = slot.load();
@@ -143,7 +137,7 @@ fn recover_slot(
 }
 
 /// A fill of a dead owner: loadable again if it was linked already, else free.
-fn recover_fill(me: &MemberInner, tables: &PoolTables<'_>, index: u32, word: SlotWord) -> bool {
+fn recover_fill(me: &MemberInner, tables: &PoolTables, index: u32, word: SlotWord) -> bool {
     let Some(slot) = tables.slot(index) else { return false };
     let key = slot.key(me.control.region.hasher());
     let Some(bucket) = tables.lock(me, key.hashed) else { return false };

@@ -4,7 +4,8 @@
 //! itself; nothing read from the region is used as an index unchecked.
 
 use crate::{
-    Geometry,
+    Geometry, PoolGeometry,
+    freemap::{self, FreeMap},
     key::Hasher,
     layout::{Bucket, LeaseRecord, MemberRecord, PoolHot, Slot},
     sync::AtomicU64,
@@ -13,25 +14,41 @@ use crate::{
 #[cfg(not(ucm_loom))]
 mod memory;
 #[cfg(not(ucm_loom))]
-pub(crate) use memory::{Region, zeroed_counts};
+pub(crate) use memory::{Region, Table, zeroed_counts};
 
 #[cfg(ucm_loom)]
 mod model;
 #[cfg(ucm_loom)]
-pub(crate) use model::{Region, zeroed_counts};
+pub(crate) use model::{Region, Table, zeroed_counts};
 
-/// The tables of one pool.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PoolTables<'a> {
-    pub(crate) hot: &'a PoolHot,
-    pub(crate) buckets: &'a [Bucket],
-    pub(crate) slots: &'a [Slot],
-    pub(crate) accessed: &'a [AtomicU64],
-    pub(crate) free_regular: [&'a [AtomicU64]; 3],
-    pub(crate) free_reserved: [&'a [AtomicU64]; 3],
+/// The tables of one pool. Borrowed from the region, which keeps them mapped.
+#[derive(Debug)]
+pub(crate) struct PoolTables {
+    pub(crate) hot: Table<PoolHot>,
+    pub(crate) buckets: Table<Bucket>,
+    pub(crate) slots: Table<Slot>,
+    pub(crate) accessed: Table<AtomicU64>,
+    pub(super) free_regular: [Table<AtomicU64>; 3],
+    pub(super) free_reserved: [Table<AtomicU64>; 3],
     /// Slots below this index are regular, the others reserved.
     pub(crate) regular: u32,
     pub(crate) shards_per_block: u32,
+}
+
+impl PoolTables {
+    pub(crate) fn free_regular(&self) -> FreeMap<'_> {
+        self.free_regular.each_ref().map(|level| &level[..])
+    }
+
+    pub(crate) fn free_reserved(&self) -> FreeMap<'_> {
+        self.free_reserved.each_ref().map(|level| &level[..])
+    }
+
+    /// Marks all slots of a fresh pool as free.
+    fn fill_free_maps(&self, geometry: &PoolGeometry) {
+        freemap::fill(self.free_regular(), geometry.slots);
+        freemap::fill(self.free_reserved(), geometry.reserved);
+    }
 }
 
 impl Region {
@@ -45,6 +62,10 @@ impl Region {
 
     pub(crate) fn hasher(&self) -> Hasher {
         self.hasher
+    }
+
+    pub(crate) fn pool(&self, index: usize) -> Option<&PoolTables> {
+        self.pools.get(index)
     }
 
     pub(crate) fn geometry(&self) -> &Geometry {

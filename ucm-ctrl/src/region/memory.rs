@@ -20,7 +20,7 @@ use crate::{
     key::Hasher,
     layout::{
         Bucket, HEADER_BYTES, Header, LAYOUT_HEADER_BYTES, LAYOUT_MEMBERS, LAYOUT_VERSION,
-        LeaseRecord, MAGIC, MAX_MEMBERS, MAX_POOLS, MemberRecord, PoolHot, Slot,
+        LeaseRecord, MAGIC, MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot,
     },
 };
 
@@ -29,6 +29,7 @@ pub(crate) struct Region {
     base: NonNull<u8>,
     backing: Backing,
     layout: RegionLayout,
+    pub(super) pools: Vec<PoolTables>,
     pub(super) geometry: Geometry,
     pub(super) hasher: Hasher,
     boot_token: [u64; 2],
@@ -88,10 +89,11 @@ impl Region {
         geometry: &Geometry,
         boot_token: [u64; 2],
     ) -> Self {
-        let region = Self {
+        let mut region = Self {
             base,
             backing,
             layout,
+            pools: Vec::new(),
             geometry: geometry.clone(),
             hasher: Hasher { seed: (boot_token[0], boot_token[1]), mask: u64::MAX },
             boot_token,
@@ -114,12 +116,11 @@ impl Region {
             to.shards_per_block.store(from.shards_per_block, Ordering::Relaxed);
             to.shard_bytes.store(from.shard_bytes, Ordering::Relaxed);
         }
-        for (index, pool) in geometry.pools.iter().enumerate() {
-            if let Some(tables) = region.pool(index) {
-                crate::freemap::fill(tables.free_regular, pool.slots);
-                crate::freemap::fill(tables.free_reserved, pool.reserved);
-            }
+        region.find_tables();
+        for (tables, pool) in region.pools.iter().zip(&geometry.pools) {
+            tables.fill_free_maps(pool);
         }
+        let header = region.header();
         header.magic.store(MAGIC, Ordering::Release);
         region
     }
@@ -144,6 +145,7 @@ impl Region {
             base,
             backing: Backing::Map { len, fd },
             layout: RegionLayout { members: 0, leases: 0, pools: Vec::new(), total: len },
+            pools: Vec::new(),
             geometry: Geometry { pools: Vec::new(), leases: 0 },
             hasher: Hasher { seed: (0, 0), mask: u64::MAX },
             boot_token: [0; 2],
@@ -174,6 +176,7 @@ impl Region {
         region.boot_token = boot_token;
         region.geometry = geometry;
         region.layout = layout;
+        region.find_tables();
         Ok(region)
     }
 
@@ -210,54 +213,79 @@ impl Region {
     /// Items of a table.
     ///
     /// # Safety
-    /// `offset` must be the start of `count` items of type `T` in the layout of this region, and
-    /// `T` must consist of atomics only.
-    unsafe fn table<T>(&self, offset: usize, count: usize) -> &[T] {
+    /// `offset` must be the start of `len` items of type `T` in the layout of this region, and `T`
+    /// must consist of atomics only. The table must not outlive the region.
+    unsafe fn table<T>(&self, offset: usize, len: usize) -> Table<T> {
         // SAFETY: the caller names a table inside the region.
         let start = unsafe { self.base.add(offset) };
-        // SAFETY: inside the live region, aligned to a cache line, atomics only, and zero is a
-        // valid value of each; the region stays mapped while `self` lives.
-        unsafe { std::slice::from_raw_parts(start.cast::<T>().as_ptr(), count) }
+        Table { start: start.cast(), len }
     }
 
     pub(crate) fn members(&self) -> &[MemberRecord] {
-        // SAFETY: the member table of this layout.
-        unsafe { self.table(self.layout.members, MAX_MEMBERS) }
+        // SAFETY: the member table of this layout, which lies inside the region.
+        let start = unsafe { self.base.add(self.layout.members) };
+        // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
+        unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), MAX_MEMBERS) }
     }
 
     pub(crate) fn leases(&self) -> &[LeaseRecord] {
-        // SAFETY: the lease table of this layout.
-        unsafe { self.table(self.layout.leases, self.geometry.leases as usize) }
+        // SAFETY: the lease table of this layout, which lies inside the region.
+        let start = unsafe { self.base.add(self.layout.leases) };
+        // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
+        unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), self.geometry.leases as usize) }
     }
 
-    pub(crate) fn pool(&self, index: usize) -> Option<PoolTables<'_>> {
-        let (at, pool) = (self.layout.pools.get(index)?, self.geometry.pools.get(index)?);
-        let total = pool.total();
-        // SAFETY: the pool's hot line of this layout.
-        let hot = unsafe { self.table::<PoolHot>(at.hot, 1) };
-        Some(PoolTables {
-            hot: hot.first()?,
-            // SAFETY: the pool's buckets of this layout.
-            buckets: unsafe { self.table::<Bucket>(at.buckets, pool.buckets() as usize) },
-            // SAFETY: the pool's slots of this layout.
-            slots: unsafe { self.table::<Slot>(at.slots, total as usize) },
-            // SAFETY: the pool's access bits of this layout.
-            accessed: unsafe { self.table::<AtomicU64>(at.accessed, total.div_ceil(64) as usize) },
-            free_regular: self.free_map(at.free_regular, pool.slots),
-            free_reserved: self.free_map(at.free_reserved, pool.reserved),
-            regular: pool.slots,
-            shards_per_block: pool.shards_per_block,
-        })
+    fn find_tables(&mut self) {
+        let tables = self.layout.pools.iter().zip(&self.geometry.pools).map(|(at, pool)| {
+            let total = pool.total();
+            PoolTables {
+                // SAFETY: the pool's hot lines of this layout.
+                hot: unsafe { self.table(at.hot, 1) },
+                // SAFETY: the pool's buckets of this layout.
+                buckets: unsafe { self.table::<Bucket>(at.buckets, pool.buckets() as usize) },
+                // SAFETY: the pool's slots of this layout.
+                slots: unsafe { self.table::<Slot>(at.slots, total as usize) },
+                // SAFETY: the pool's access bits of this layout.
+                accessed: unsafe { self.table(at.accessed, total.div_ceil(64) as usize) },
+                free_regular: self.free_map(at.free_regular, pool.slots),
+                free_reserved: self.free_map(at.free_reserved, pool.reserved),
+                regular: pool.slots,
+                shards_per_block: pool.shards_per_block,
+            }
+        });
+        self.pools = tables.collect();
     }
 
-    fn free_map(&self, offset: usize, slots: u32) -> [&[AtomicU64]; 3] {
+    fn free_map(&self, offset: usize, slots: u32) -> [Table<AtomicU64>; 3] {
         let mut at = offset;
         free_map_words(slots).map(|words| {
             // SAFETY: one level of a free map of this layout; levels follow each other.
-            let level = unsafe { self.table::<AtomicU64>(at, words) };
+            let level = unsafe { self.table(at, words) };
             at += words * 8;
             level
         })
+    }
+}
+
+/// A table of atomics in the region. Only handed out by reference from the region that maps it.
+#[derive(Debug)]
+pub(crate) struct Table<T> {
+    start: NonNull<T>,
+    len: usize,
+}
+
+// SAFETY: a table is a view of atomics.
+unsafe impl<T: Sync> Send for Table<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Table<T> {}
+
+impl<T> std::ops::Deref for Table<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: made by `Region::table` for a table of atomics in its layout, aligned to a cache
+        // line, of which zero is a valid value; the region outlives all references to its tables.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 

@@ -5,35 +5,24 @@ use crate::{
     CtrlError, Geometry,
     geometry::free_map_words,
     key::Hasher,
-    layout::{Bucket, LeaseRecord, MAX_MEMBERS, MemberRecord, PoolHot, Slot},
-    sync::{AtomicU32, AtomicU64},
+    layout::{LeaseRecord, MAX_MEMBERS, MemberRecord},
+    sync::AtomicU32,
 };
 
 #[derive(Debug)]
 pub(crate) struct Region {
     members: Vec<MemberRecord>,
     leases: Vec<LeaseRecord>,
-    pools: Vec<PoolModel>,
+    pub(super) pools: Vec<PoolTables>,
     pub(super) geometry: Geometry,
     pub(super) hasher: Hasher,
 }
 
-#[derive(Debug)]
-struct PoolModel {
-    hot: PoolHot,
-    buckets: Vec<Bucket>,
-    slots: Vec<Slot>,
-    accessed: Vec<AtomicU64>,
-    free_regular: [Vec<AtomicU64>; 3],
-    free_reserved: [Vec<AtomicU64>; 3],
-}
+/// A table in ordinary memory.
+pub(crate) type Table<T> = Vec<T>;
 
 fn many<T: Default>(count: usize) -> Vec<T> {
     (0..count).map(|_| T::default()).collect()
-}
-
-fn levels(map: &[Vec<AtomicU64>; 3]) -> [&[AtomicU64]; 3] {
-    [&map[0], &map[1], &map[2]]
 }
 
 impl Region {
@@ -48,23 +37,22 @@ impl Region {
             pools: geometry
                 .pools
                 .iter()
-                .map(|pool| PoolModel {
-                    hot: PoolHot::default(),
+                .map(|pool| PoolTables {
+                    hot: many(1),
                     buckets: many(pool.buckets() as usize),
                     slots: many(pool.total() as usize),
                     accessed: many(pool.total().div_ceil(64) as usize),
                     free_regular: free_map_words(pool.slots).map(many),
                     free_reserved: free_map_words(pool.reserved).map(many),
+                    regular: pool.slots,
+                    shards_per_block: pool.shards_per_block,
                 })
                 .collect(),
             geometry: geometry.clone(),
             hasher: Hasher { seed: (boot_token[0], boot_token[1]), mask: u64::MAX },
         };
-        for (index, pool) in geometry.pools.iter().enumerate() {
-            if let Some(tables) = region.pool(index) {
-                crate::freemap::fill(tables.free_regular, pool.slots);
-                crate::freemap::fill(tables.free_reserved, pool.reserved);
-            }
+        for (tables, pool) in region.pools.iter().zip(&geometry.pools) {
+            tables.fill_free_maps(pool);
         }
         Ok(region)
     }
@@ -83,20 +71,6 @@ impl Region {
 
     pub(crate) fn leases(&self) -> &[LeaseRecord] {
         &self.leases
-    }
-
-    pub(crate) fn pool(&self, index: usize) -> Option<PoolTables<'_>> {
-        let (pool, geometry) = (self.pools.get(index)?, self.geometry.pools.get(index)?);
-        Some(PoolTables {
-            hot: &pool.hot,
-            buckets: &pool.buckets,
-            slots: &pool.slots,
-            accessed: &pool.accessed,
-            free_regular: levels(&pool.free_regular),
-            free_reserved: levels(&pool.free_reserved),
-            regular: geometry.slots,
-            shards_per_block: geometry.shards_per_block,
-        })
     }
 }
 
