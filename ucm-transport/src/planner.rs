@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+mod overlap;
+
 use crate::{ErrorKind, Location, RegionId, Transfer, TransferError};
 
 /// What the planner must know about a region.
@@ -23,11 +25,18 @@ pub struct PlanLimits {
     pub max_item_bytes: u64,
     /// Most items of one [`Group`]; longer runs become several groups. Zero counts as one.
     pub max_group_items: usize,
+    /// Sort by source, and merge everything that is contiguous. Without it items keep their order
+    /// within their location pair, and only neighbours are merged: for engines to which an item
+    /// costs less than sorting it (a CPU copy).
+    pub sort: bool,
 }
 
 impl PlanLimits {
     /// No limits: items are merged as far as they go.
-    pub const NONE: Self = Self { max_item_bytes: u64::MAX, max_group_items: usize::MAX };
+    pub const NONE: Self =
+        Self { max_item_bytes: u64::MAX, max_group_items: usize::MAX, sort: true };
+    /// No limits and no sorting.
+    pub const UNSORTED: Self = Self { sort: false, ..Self::NONE };
 }
 
 /// A run of planned items between one pair of locations.
@@ -48,6 +57,8 @@ pub struct Planned {
     pub items: Vec<Transfer>,
     /// The items by location pair, in order, none empty.
     pub groups: Vec<Group>,
+    /// The regions that the items use, each once.
+    pub regions: Vec<RegionId>,
     /// Sum of all lengths.
     pub bytes: u64,
 }
@@ -66,81 +77,182 @@ pub fn plan(
     region: impl Fn(RegionId) -> Option<RegionInfo>,
     supports: impl Fn(Location, Location) -> bool,
 ) -> Result<Planned, TransferError> {
-    let mut work = Vec::with_capacity(items.len());
-    let mut bytes = 0u64;
-    let mut src_info = Cached::default();
-    let mut dst_info = Cached::default();
-    for (index, item) in items.iter().enumerate() {
-        if item.len == 0 {
-            return Err(TransferError::invalid(format!("item {index} has a length of zero")));
-        }
-        let src = src_info.look_up(item.src.region, &region)?;
-        let dst = dst_info.look_up(item.dst.region, &region)?;
-        in_bounds(item.src.offset, item.len, src.len)?;
-        in_bounds(item.dst.offset, item.len, dst.len)?;
-        bytes = bytes.checked_add(item.len).ok_or_else(|| {
-            TransferError::invalid(format!("the plan asks for more than {} bytes", u64::MAX))
-        })?;
-        work.push(Work { pair: (src.location, dst.location), item: *item });
+    let checked = Checked::new(items, region, supports)?;
+    overlap::check(items)?;
+    let mut planned = Planned { regions: checked.regions(), ..Planned::default() };
+    planned.bytes = checked.bytes;
+    let runs = if limits.sort { checked.sorted_runs(items) } else { checked.runs(items) };
+    planned.items.reserve(runs.iter().map(|(_, run)| run.len()).sum());
+    for (pair, run) in runs {
+        planned.push(pair, &run, limits);
     }
-    if let Some(bad) = first_unsupported(&work, &supports) {
-        let (src, dst) = bad;
-        return Err(TransferError::unsupported(format!(
-            "no way from {src:?} to {dst:?} in this engine"
-        )));
-    }
-    check_overlaps(items)?;
-    if !work.is_sorted_by_key(Work::key) {
-        work.sort_unstable_by_key(Work::key);
-    }
-    merge(&mut work);
-    Ok(cut(&work, limits, bytes))
+    Ok(planned)
 }
 
-/// One item with the locations of its ends.
-#[derive(Clone, Copy)]
-struct Work {
-    pair: (Location, Location),
-    item: Transfer,
-}
-
-impl Work {
-    fn key(&self) -> ((Location, Location), RegionId, RegionId, u64, u64) {
-        let Transfer { src, dst, .. } = self.item;
-        (self.pair, src.region, dst.region, src.offset, dst.offset)
-    }
-
-    fn same_regions(&self, other: &Self) -> bool {
-        self.item.src.region == other.item.src.region
-            && self.item.dst.region == other.item.dst.region
-    }
-
-    /// Whether `next` goes on exactly where this item ends, on both sides.
-    fn continues_with(&self, next: &Self) -> bool {
-        self.same_regions(next)
-            && next.item.src.offset - self.item.src.offset == self.item.len
-            && next.item.dst.offset.wrapping_sub(self.item.dst.offset) == self.item.len
-    }
-}
-
-/// The last region looked up: items come in runs of the same region.
-#[derive(Default)]
-struct Cached(Option<(RegionId, RegionInfo)>);
-
-impl Cached {
-    fn look_up(
-        &mut self,
-        id: RegionId,
-        region: impl Fn(RegionId) -> Option<RegionInfo>,
-    ) -> Result<RegionInfo, TransferError> {
-        match self.0 {
-            Some((known, info)) if known == id => Ok(info),
-            _ => {
-                let info = region(id).ok_or_else(|| TransferError::stale(id))?;
-                self.0 = Some((id, info));
-                Ok(info)
+impl Planned {
+    /// Cuts items of one location pair by the limits, and groups them.
+    fn push(&mut self, (src, dst): LocationPair, run: &[Transfer], limits: PlanLimits) {
+        let max_bytes = limits.max_item_bytes.max(1);
+        let max_items = limits.max_group_items.max(1);
+        let mut start = self.items.len();
+        for item in run {
+            let mut rest = *item;
+            while rest.len > 0 {
+                let len = rest.len.min(max_bytes);
+                self.items.push(Transfer { len, ..rest });
+                rest.src.offset += len;
+                rest.dst.offset += len;
+                rest.len -= len;
+                let end = self.items.len();
+                if end - start == max_items {
+                    self.groups.push(Group { src, dst, items: start..end });
+                    start = end;
+                }
             }
         }
+        let end = self.items.len();
+        if start < end {
+            self.groups.push(Group { src, dst, items: start..end });
+        }
+    }
+}
+
+type LocationPair = (Location, Location);
+
+/// A pair of regions that occurs in a plan.
+#[derive(Clone, Copy)]
+struct RegionPair {
+    src: RegionId,
+    dst: RegionId,
+    src_info: RegionInfo,
+    dst_info: RegionInfo,
+}
+
+impl RegionPair {
+    fn locations(&self) -> LocationPair {
+        (self.src_info.location, self.dst_info.location)
+    }
+}
+
+/// Items found to be valid each for itself.
+struct Checked {
+    /// Plans name few regions, so pairs are found by looking through them.
+    pairs: Vec<RegionPair>,
+    /// For each item, its place in `pairs`; empty when there is one pair only.
+    pair_of: Vec<u32>,
+    bytes: u64,
+}
+
+impl Checked {
+    fn new(
+        items: &[Transfer],
+        region: impl Fn(RegionId) -> Option<RegionInfo>,
+        supports: impl Fn(Location, Location) -> bool,
+    ) -> Result<Self, TransferError> {
+        if u32::try_from(items.len()).is_err() {
+            return Err(TransferError::invalid(format!(
+                "a plan of {} items; the limit is {}",
+                items.len(),
+                u32::MAX
+            )));
+        }
+        let look_up = |id| region(id).ok_or_else(|| TransferError::stale(id));
+        let mut this = Self { pairs: Vec::new(), pair_of: Vec::new(), bytes: 0 };
+        let mut current: Option<RegionPair> = None;
+        let mut current_at = 0;
+        for (index, item) in items.iter().enumerate() {
+            let (src, dst) = (item.src.region, item.dst.region);
+            let pair = match current {
+                Some(pair) if pair.src == src && pair.dst == dst => pair,
+                _ => {
+                    let found = this.pairs.iter().position(|p| p.src == src && p.dst == dst);
+                    let at = found.unwrap_or(this.pairs.len());
+                    if found.is_none() {
+                        let (src_info, dst_info) = (look_up(src)?, look_up(dst)?);
+                        if !supports(src_info.location, dst_info.location) {
+                            return Err(TransferError::unsupported(format!(
+                                "no way from {:?} to {:?} in this engine",
+                                src_info.location, dst_info.location
+                            )));
+                        }
+                        this.pairs.push(RegionPair { src, dst, src_info, dst_info });
+                    }
+                    if this.pairs.len() > 1 && this.pair_of.is_empty() {
+                        this.pair_of.resize(index, 0);
+                    }
+                    // At most as many pairs as items.
+                    current_at = u32::try_from(at).unwrap_or(u32::MAX);
+                    let Some(pair) = this.pairs.get(at).copied() else { continue };
+                    current = Some(pair);
+                    pair
+                }
+            };
+            if this.pairs.len() > 1 {
+                this.pair_of.push(current_at);
+            }
+            if item.len == 0 {
+                return Err(TransferError::invalid(format!("item {index} has a length of zero")));
+            }
+            in_bounds(item.src.offset, item.len, pair.src_info.len)?;
+            in_bounds(item.dst.offset, item.len, pair.dst_info.len)?;
+            this.bytes = this.bytes.checked_add(item.len).ok_or_else(|| {
+                TransferError::invalid(format!("the plan asks for more than {} bytes", u64::MAX))
+            })?;
+        }
+        Ok(this)
+    }
+
+    fn regions(&self) -> Vec<RegionId> {
+        let mut all: Vec<_> = self.pairs.iter().flat_map(|p| [p.src, p.dst]).collect();
+        all.sort_unstable();
+        all.dedup();
+        all
+    }
+
+    /// The items by location pair, in the order given, neighbours merged.
+    fn runs(&self, items: &[Transfer]) -> Vec<(LocationPair, Vec<Transfer>)> {
+        let mut runs: Vec<(LocationPair, Vec<Transfer>)> = Vec::new();
+        if let [only] = self.pairs.as_slice() {
+            runs.push((only.locations(), items.to_vec()));
+        }
+        for (item, of) in items.iter().zip(&self.pair_of) {
+            let Some(pair) = self.pairs.get(*of as usize) else { continue };
+            match runs.iter_mut().find(|(known, _)| *known == pair.locations()) {
+                Some((_, run)) => run.push(*item),
+                None => runs.push((pair.locations(), vec![*item])),
+            }
+        }
+        runs.iter_mut().for_each(|(_, run)| merge(run));
+        runs
+    }
+
+    /// The items by location pair and regions, sorted by source, everything contiguous merged.
+    fn sorted_runs(&self, items: &[Transfer]) -> Vec<(LocationPair, Vec<Transfer>)> {
+        let mut order: Vec<usize> = (0..self.pairs.len()).collect();
+        order.sort_unstable_by_key(|at| self.pairs.get(*at).map(|p| (p.locations(), p.src, p.dst)));
+        let mut by_pair: Vec<Vec<Transfer>> = vec![Vec::new(); self.pairs.len()];
+        match by_pair.as_mut_slice() {
+            [only] => *only = items.to_vec(),
+            lists => {
+                for (item, of) in items.iter().zip(&self.pair_of) {
+                    if let Some(list) = lists.get_mut(*of as usize) {
+                        list.push(*item);
+                    }
+                }
+            }
+        }
+        let mut runs: Vec<(LocationPair, Vec<Transfer>)> = Vec::new();
+        for at in order {
+            let (Some(pair), Some(list)) = (self.pairs.get(at), by_pair.get_mut(at)) else {
+                continue;
+            };
+            sort_and_merge(list);
+            match runs.last_mut() {
+                Some((locations, run)) if *locations == pair.locations() => run.append(list),
+                _ => runs.push((pair.locations(), std::mem::take(list))),
+            }
+        }
+        runs
     }
 }
 
@@ -151,118 +263,43 @@ fn in_bounds(offset: u64, len: u64, region: u64) -> Result<(), TransferError> {
     }
 }
 
-fn first_unsupported(
-    work: &[Work],
-    supports: impl Fn(Location, Location) -> bool,
-) -> Option<(Location, Location)> {
-    let mut last = None;
-    for w in work {
-        if last != Some(w.pair) {
-            if !supports(w.pair.0, w.pair.1) {
-                return Some(w.pair);
-            }
-            last = Some(w.pair);
-        }
-    }
-    None
-}
-
-/// A byte range of one region; ordered by place.
-type Piece = (RegionId, u64, u64);
-
-fn check_overlaps(items: &[Transfer]) -> Result<(), TransferError> {
-    let end = |offset: u64, len: u64| offset.saturating_add(len);
-    let mut dsts: Vec<Piece> = Vec::with_capacity(items.len());
-    dsts.extend(items.iter().map(|t| (t.dst.region, t.dst.offset, end(t.dst.offset, t.len))));
-    if !dsts.is_sorted() {
-        dsts.sort_unstable();
-    }
-    for (a, b) in dsts.iter().zip(dsts.iter().skip(1)) {
-        if a.0 == b.0 && b.1 < a.2 {
-            return Err(TransferError::invalid(format!(
-                "destinations {}..{} and {}..{} of region {} overlap",
-                a.1, a.2, b.1, b.2, a.0.index
-            )));
-        }
-    }
-    let written = |region: RegionId| {
-        let first = dsts.partition_point(|d| d.0 < region);
-        dsts.get(first).is_some_and(|d| d.0 == region)
+/// Sorts items of one pair of regions by source and merges what is contiguous on both sides.
+fn sort_and_merge(run: &mut Vec<Transfer>) {
+    let by_source = |t: &Transfer| (t.src.offset, t.dst.offset);
+    let fan_out = |run: &[Transfer]| {
+        run.iter().zip(run.iter().skip(1)).any(|(a, b)| b.src.offset - a.src.offset < a.len)
     };
-    // Sources are few regions in long runs: ask once per run, and search only where both happen.
-    let mut run: Option<(RegionId, bool)> = None;
-    for t in items {
-        let both = match run {
-            Some((region, both)) if region == t.src.region => both,
-            _ => written(t.src.region),
-        };
-        run = Some((t.src.region, both));
-        if !both {
-            continue;
-        }
-        let src: Piece = (t.src.region, t.src.offset, end(t.src.offset, t.len));
-        let next = dsts.partition_point(|d| (d.0, d.2) <= (src.0, src.1));
-        if let Some(d) = dsts.get(next).filter(|d| d.0 == src.0 && d.1 < src.2) {
-            return Err(TransferError::invalid(format!(
-                "source {}..{} overlaps destination {}..{} of the same region {}",
-                src.1, src.2, d.1, d.2, src.0.index
-            )));
-        }
-    }
-    Ok(())
-}
-
-/// Merges items that are contiguous on both sides. `work` is sorted by source.
-fn merge(work: &mut Vec<Work>) {
+    sort_by_key(run, by_source);
     // With disjoint sources, the only item that can continue another is its neighbour. A source
     // that feeds several destinations breaks that, and needs the order of diagonals first.
-    let fan_out = work
-        .iter()
-        .zip(work.iter().skip(1))
-        .any(|(a, b)| a.same_regions(b) && b.item.src.offset - a.item.src.offset < a.item.len);
-    if fan_out {
-        work.sort_unstable_by_key(|w| {
-            let Transfer { src, dst, .. } = w.item;
-            let diagonal = dst.offset.wrapping_sub(src.offset);
-            (w.pair, src.region, dst.region, diagonal, src.offset)
-        });
+    let fans_out = fan_out(run);
+    if fans_out {
+        sort_by_key(run, |t| (t.dst.offset.wrapping_sub(t.src.offset), t.src.offset));
     }
-    work.dedup_by(|next, kept| {
-        let joined = kept.same_regions(next)
-            && next.item.src.offset >= kept.item.src.offset
-            && kept.continues_with(next);
+    merge(run);
+    if fans_out {
+        sort_by_key(run, by_source);
+    }
+}
+
+fn sort_by_key(run: &mut [Transfer], key: impl Fn(&Transfer) -> (u64, u64)) {
+    if !run.is_sorted_by_key(&key) {
+        run.sort_unstable_by_key(key);
+    }
+}
+
+/// Joins neighbours where the second goes on exactly where the first ends, on both sides.
+fn merge(run: &mut Vec<Transfer>) {
+    run.dedup_by(|next, kept| {
+        let joined = next.src.offset.wrapping_sub(kept.src.offset) == kept.len
+            && next.dst.offset.wrapping_sub(kept.dst.offset) == kept.len
+            && next.src.region == kept.src.region
+            && next.dst.region == kept.dst.region;
         if joined {
-            kept.item.len += next.item.len;
+            kept.len += next.len;
         }
         joined
     });
-    if fan_out {
-        work.sort_unstable_by_key(Work::key);
-    }
-}
-
-fn cut(work: &[Work], limits: PlanLimits, bytes: u64) -> Planned {
-    let max_bytes = limits.max_item_bytes.max(1);
-    let max_items = limits.max_group_items.max(1);
-    let mut out = Planned { items: Vec::with_capacity(work.len()), groups: Vec::new(), bytes };
-    for w in work {
-        let mut rest = w.item;
-        while rest.len > 0 {
-            let len = rest.len.min(max_bytes);
-            let at = out.items.len();
-            match out.groups.last_mut() {
-                Some(g) if (g.src, g.dst) == w.pair && g.items.len() < max_items => {
-                    g.items.end = at + 1;
-                }
-                _ => out.groups.push(Group { src: w.pair.0, dst: w.pair.1, items: at..at + 1 }),
-            }
-            out.items.push(Transfer { len, ..rest });
-            rest.src.offset += len;
-            rest.dst.offset += len;
-            rest.len -= len;
-        }
-    }
-    out
 }
 
 impl TransferError {

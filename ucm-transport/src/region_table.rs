@@ -8,7 +8,7 @@ use std::sync::{
     atomic::{AtomicU32, Ordering},
 };
 
-use crate::{ErrorKind, Memory, RegionId, RegionInfo, Transfer, TransferError};
+use crate::{ErrorKind, Memory, RegionId, RegionInfo, TransferError};
 
 /// Regions of one engine, each with what the engine attached to it (`T`: a driver handle, a key).
 ///
@@ -137,14 +137,13 @@ impl<T> RegionView<'_, T> {
         Some(RegionInfo { len: memory.len() as u64, location: memory.location() })
     }
 
-    /// Marks the regions of these items as used until the lease is dropped.
+    /// Marks these regions as used until the lease is dropped.
     ///
     /// # Errors
     /// `StaleRegion` for an unknown handle; nothing is marked then.
-    pub fn lease(&self, items: &[Transfer]) -> Result<RegionLease<T>, TransferError> {
-        let mut lease = RegionLease { regions: Vec::with_capacity(2) };
-        let ids = items.iter().flat_map(|t| [t.src.region, t.dst.region]);
-        for id in ids {
+    pub fn lease(&self, regions: &[RegionId]) -> Result<RegionLease<T>, TransferError> {
+        let mut lease = RegionLease { regions: Vec::with_capacity(regions.len()) };
+        for id in regions.iter().copied() {
             if lease.find(id).is_none() {
                 let region = self.region(id).ok_or_else(|| TransferError::stale(id))?;
                 region.uses.fetch_add(1, Ordering::Relaxed);
@@ -186,15 +185,6 @@ impl<T> Drop for RegionLease<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Addr;
-
-    fn item(src: RegionId, dst: RegionId) -> Transfer {
-        Transfer {
-            src: Addr { region: src, offset: 0 },
-            dst: Addr { region: dst, offset: 0 },
-            len: 1,
-        }
-    }
 
     #[test]
     fn stale_handles_never_name_a_later_region() {
@@ -215,13 +205,13 @@ mod tests {
         let table = RegionTable::<u8>::default();
         let a = table.register(Memory::host(8).unwrap(), 1).unwrap();
         let b = table.register(Memory::host(8).unwrap(), 2).unwrap();
-        let lease = table.view().lease(&[item(a, b), item(a, b)]).unwrap();
+        let lease = table.view().lease(&[a, b, a]).unwrap();
         assert_eq!(table.deregister(a).unwrap_err().kind(), ErrorKind::Busy);
         assert_eq!(table.deregister(b).unwrap_err().kind(), ErrorKind::Busy);
         assert_eq!(*lease.find(b).unwrap().attached(), 2);
         drop(lease);
         assert_eq!(*table.deregister(a).unwrap().attached(), 1);
-        assert_eq!(table.view().lease(&[item(b, a)]).unwrap_err().kind(), ErrorKind::StaleRegion);
+        assert_eq!(table.view().lease(&[b, a]).unwrap_err().kind(), ErrorKind::StaleRegion);
         table.deregister(b).unwrap();
         assert!(table.is_empty());
     }

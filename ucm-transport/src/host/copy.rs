@@ -2,10 +2,27 @@
 //!
 //! **Invariant:** a [`CopyOp`] is built only from ranges checked against their regions, and lives
 //! only as long as the region lease of its plan.
+//!
+//! Why plain `memcpy`, in pieces of 1 MiB. Measured on a 2-core EPYC (Zen 5, 32 MiB L3), GB/s,
+//! medians of 7 interleaved runs, copies of 256 KiB (4 MiB in brackets):
+//!
+//! | working set | `memcpy` | `rep movsb` | AVX2 streaming stores | AVX-512 streaming stores |
+//! |---|---|---|---|---|
+//! | 4 MiB, in L3 | 61 (52) | 61 (61) | 41 (42) | 41 (43) |
+//! | 16 MiB, about L3 | 39 (26) | 45 (42) | 36 (39) | 39 (41) |
+//! | 512 MiB, in memory | 23 (20) | 24 (23) | 24 (23) | 27 (26) |
+//!
+//! Streaming gains 15 % when nothing is cached and loses a third when the destination is; whoever
+//! reads the destination next pays again. A copier does not know which case it has, so it is not
+//! kept. What does pay everywhere is to stay below the size at which glibc itself changes to
+//! streaming (between 1 and 4 MiB here): 1.2× to 1.6× for long copies.
 
 use std::{ops::Range, ptr::NonNull};
 
 use crate::{RegionLease, Transfer, TransferError};
+
+/// Longest single `memcpy`; see the table above.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// One raw copy.
 #[derive(Clone, Copy, Debug)]
@@ -40,11 +57,12 @@ impl CopyOp {
                 _ => Err(TransferError::out_of_bounds(at.offset, len, size)),
             }
         };
-        let op = |t: &Transfer| {
+        let mut ops = Vec::with_capacity(items.len());
+        for t in items {
             let (src, dst) = (address(t.src, t.len)?, address(t.dst, t.len)?);
-            Ok(Self { src, dst, len: usize::try_from(t.len).unwrap_or(usize::MAX) })
-        };
-        items.iter().map(op).collect()
+            ops.push(Self { src, dst, len: usize::try_from(t.len).unwrap_or(usize::MAX) });
+        }
+        Ok(ops)
     }
 
     /// Moves the bytes.
@@ -54,14 +72,27 @@ impl CopyOp {
     pub(super) unsafe fn run(self) {
         // Regions may be parts of one allocation, so source and destination may overlap in a way
         // no planner sees; `copy` is defined for that, and as fast as the other.
-        // SAFETY: both ranges lie in live mappings (caller and `resolve`); no references to the
-        // bytes exist in this process (`Memory::from_raw`).
-        unsafe { std::ptr::copy(self.src.as_ptr(), self.dst.as_ptr(), self.len) };
+        let mut done = 0;
+        while done < self.len {
+            let len = PIECE_BYTES.min(self.len - done);
+            // SAFETY: done < len, so the source stays in its range.
+            let src = unsafe { self.src.add(done) };
+            // SAFETY: as above, for the destination.
+            let dst = unsafe { self.dst.add(done) };
+            // SAFETY: both ranges lie in live mappings (caller and `resolve`); no references to
+            // the bytes exist in this process (`Memory::from_raw`).
+            unsafe { std::ptr::copy(src.as_ptr(), dst.as_ptr(), len) };
+            done += len;
+        }
     }
 }
 
-/// Cuts long copies and groups short ones into runs of about `span_bytes`.
+/// Cuts long copies and groups short ones into runs of about `span_bytes`; `usize::MAX` makes one.
 pub(super) fn spans(ops: Vec<CopyOp>, span_bytes: usize) -> (Vec<CopyOp>, Vec<Range<usize>>) {
+    if span_bytes == usize::MAX || ops.is_empty() {
+        let whole = 0..ops.len();
+        return (ops, if whole.is_empty() { Vec::new() } else { vec![whole] });
+    }
     let mut out = Vec::with_capacity(ops.len());
     let mut spans = Vec::new();
     let (mut start, mut filled) = (0, 0usize);

@@ -80,7 +80,7 @@ impl HostEngineBuilder {
             shared,
             workers: Vec::with_capacity(self.workers),
             max_in_flight: self.max_in_flight,
-            span_bytes: if self.workers > 1 { self.span_bytes } else { usize::MAX / 2 },
+            span_bytes: if self.workers > 1 { self.span_bytes } else { usize::MAX },
         };
         for n in 0..self.workers {
             let shared = Arc::clone(&engine.shared);
@@ -129,8 +129,8 @@ impl HostEngine {
         let (planned, lease) = {
             let view = self.regions.view();
             let planned =
-                planner::plan(&plan.items, PlanLimits::NONE, |id| view.info(id), on_host)?;
-            let lease = view.lease(&planned.items)?;
+                planner::plan(&plan.items, PlanLimits::UNSORTED, |id| view.info(id), on_host)?;
+            let lease = view.lease(&planned.regions)?;
             (planned, lease)
         };
         let ops = CopyOp::resolve(&planned.items, &lease)?;

@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** the oracle shares no code with the planner.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
@@ -101,8 +101,9 @@ proptest! {
         items in prop_oneof![arbitrary_items(), broken_runs()],
         max_item_bytes in 1u64..40,
         max_group_items in 1usize..5,
+        sort in any::<bool>(),
     ) {
-        let limits = PlanLimits { max_item_bytes, max_group_items };
+        let limits = PlanLimits { max_item_bytes, max_group_items, sort };
         let planned = plan(&items, limits, regions, any_pair);
         match byte_map(&items) {
             Some(map) if !reads_what_it_writes(&map) => {
@@ -122,6 +123,8 @@ proptest! {
                     next = g.items.end;
                 }
                 prop_assert_eq!(next, planned.items.len());
+                let named = items.iter().flat_map(|t| [t.src.region, t.dst.region]);
+                prop_assert_eq!(planned.regions, named.collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>());
             }
             _ => prop_assert_eq!(planned.unwrap_err().kind(), ErrorKind::Invalid),
         }
