@@ -1,0 +1,183 @@
+//! The command line.
+//!
+//! Owns: the list of subcommands, the options they share, and what happens to a finished document.
+//!
+//! To add a workload: a module with `Args` and `run`, a variant of `Command`, a line in `measure`.
+//! **Invariant:** with `--json`, stdout carries exactly one JSON document.
+
+use std::{
+    io::{self, Write as _},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use clap::{Parser, Subcommand};
+
+use crate::{
+    assertion::Assertion,
+    compare,
+    document::Document,
+    error::{BenchError, exit_code},
+    report, trace,
+};
+
+/// Options of all subcommands.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Common {
+    /// Print one JSON document instead of tables
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// Also write the JSON document to this file
+    #[arg(long, global = true, value_name = "FILE")]
+    pub json_file: Option<PathBuf>,
+    /// How often each figure is measured; the median counts
+    #[arg(long, global = true, value_name = "N", default_value_t = 5,
+          value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub runs: u32,
+    /// Check every byte after timing
+    #[arg(long, global = true)]
+    pub verify: bool,
+    /// Fail (exit code 1) unless a result keeps a bound, for example 'hit_ns<=60'; may be repeated
+    #[arg(long = "assert", global = true, value_name = "FIELD OP VALUE")]
+    pub asserts: Vec<Assertion>,
+    /// No progress bar
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+}
+
+#[derive(Debug, Parser)]
+#[command(name = "ucm-bench", version, about = "Workloads, comparisons and reports for ucm")]
+#[command(
+    after_help = "Exit codes: 0 done, 1 an --assert failed, 2 usage, 3 environment missing, \
+                        4 IO or peer, 5 wrong bytes"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    common: Common,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Request traces against cache policies
+    Trace(trace::Args),
+    /// Turn a run into one HTML page
+    Report(report::Args),
+    /// Two runs side by side, with a significance test
+    Compare(compare::Args),
+}
+
+/// Runs the command line of this process.
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            let _ = error.print();
+            return ExitCode::from(if error.use_stderr() {
+                exit_code::USAGE
+            } else {
+                exit_code::DONE
+            });
+        }
+    };
+    match measure(&cli) {
+        Ok(()) => ExitCode::from(exit_code::DONE),
+        Err(error) => {
+            let _ = writeln!(io::stderr().lock(), "ucm-bench: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn measure(cli: &Cli) -> Result<(), BenchError> {
+    let common = &cli.common;
+    let document = match &cli.command {
+        Command::Trace(args) => trace::run(args, common)?,
+        Command::Report(args) => return report::run(args),
+        Command::Compare(args) => return compare::run(args, common),
+    };
+    finish(&document, common)
+}
+
+/// Prints a document, then checks it: wrong bytes first, then each assertion.
+fn finish(document: &Document, common: &Common) -> Result<(), BenchError> {
+    let json = || {
+        serde_json::to_string(document)
+            .map_err(|error| BenchError::io("cannot form JSON", error.into()))
+    };
+    if let Some(path) = &common.json_file {
+        std::fs::write(path, json()? + "\n").map_err(|e| BenchError::path("write", path, e))?;
+    }
+    if common.json {
+        print(&json()?)?;
+    } else {
+        document.tables().iter().try_for_each(|table| print(&table.to_string()))?;
+    }
+    let wrong = document.results().field("wrong_bytes").and_then(serde_json::Value::as_f64);
+    if let Some(count) = wrong.filter(|count| *count > 0.0) {
+        let text = document.results().field("first_wrong_byte").and_then(|v| v.as_str());
+        #[expect(
+            clippy::cast_possible_truncation,
+            clippy::cast_sign_loss,
+            reason = "a positive count; `as` saturates"
+        )]
+        let count = count as u64;
+        return Err(BenchError::WrongBytes { count, first: text.unwrap_or("unknown").to_owned() });
+    }
+    check_all(&common.asserts, document)
+}
+
+/// Checks every assertion, so that one run names all that failed.
+fn check_all(asserts: &[Assertion], document: &Document) -> Result<(), BenchError> {
+    let mut failed = Vec::new();
+    for assert in asserts {
+        match assert.check(document.results()) {
+            Err(BenchError::Assertion(text)) => failed.push(text),
+            other => other?,
+        }
+    }
+    if failed.is_empty() { Ok(()) } else { Err(BenchError::Assertion(failed.join("\n"))) }
+}
+
+/// Prints one line on stdout.
+pub(crate) fn print(line: &str) -> Result<(), BenchError> {
+    writeln!(io::stdout().lock(), "{line}").map_err(|error| BenchError::io("stdout", error))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::{Cli, Common, check_all, finish};
+    use crate::{document::Document, env::Env};
+
+    #[test]
+    fn command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_bytes_have_their_own_exit_code() {
+        let mut document = Document::new("load", Env::default());
+        document.result("wrong_bytes", 0);
+        let common = Common { json: true, ..Common::default() };
+        finish(&document, &common).unwrap();
+        document.result("wrong_bytes", 3);
+        let error = finish(&document, &common).unwrap_err();
+        assert_eq!(error.exit_code(), 5);
+        assert!(error.to_string().starts_with("3 wrong bytes"), "{error}");
+    }
+
+    #[test]
+    fn all_failed_assertions_are_named() {
+        let mut document = Document::new("ctrl", Env::default());
+        document.result("hit_ns", 70);
+        document.result("wake_ratio", 2.0);
+        let asserts = ["hit_ns<=60", "hit_ns>0", "wake_ratio<=1.25"].map(|a| a.parse().unwrap());
+        let error = check_all(&asserts, &document).unwrap_err();
+        assert_eq!(error.exit_code(), 1);
+        let text = error.to_string();
+        assert!(text.contains("hit_ns is 70") && text.contains("wake_ratio is 2"), "{text}");
+    }
+}

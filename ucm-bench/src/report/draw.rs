@@ -1,0 +1,182 @@
+//! Plots as SVG.
+//!
+//! Owns: the drawing; axes and text take the colour of the page around them.
+//! **Invariant:** a plot without a point gives an empty frame, never an error or a panic.
+
+use plotters::prelude::*;
+
+use crate::{
+    error::BenchError,
+    plot::{Plot, PlotKind},
+};
+
+const SIZE: (u32, u32) = (760, 320);
+
+/// Readable on light and on dark ground.
+const COLOURS: [RGBColor; 6] = [
+    RGBColor(0x3b, 0x82, 0xf6),
+    RGBColor(0xf5, 0x9e, 0x0b),
+    RGBColor(0x10, 0xb9, 0x81),
+    RGBColor(0xef, 0x44, 0x44),
+    RGBColor(0x8b, 0x5c, 0xf6),
+    RGBColor(0x64, 0x74, 0x8b),
+];
+
+/// Draws one plot.
+pub(super) fn svg(plot: &Plot) -> Result<String, BenchError> {
+    let mut svg = String::new();
+    draw(plot, &mut svg)
+        .map_err(|error| BenchError::Usage(format!("cannot draw `{}`: {error}", plot.title)))?;
+    // The backend writes colours as attributes: black becomes the colour of the text around.
+    Ok(svg
+        .replace("\"#000000\"", "\"currentColor\"")
+        .replacen("<svg ", "<svg role=\"img\" ", 1)
+        .replace(&format!("width=\"{}\" height=\"{}\" viewBox", SIZE.0, SIZE.1), "viewBox"))
+}
+
+fn draw(plot: &Plot, svg: &mut String) -> Result<(), Box<dyn std::error::Error>> {
+    let area = SVGBackend::with_string(svg, SIZE).into_drawing_area();
+    let (x, y) = ranges(plot);
+    let mut chart = ChartBuilder::on(&area)
+        .caption(&plot.title, ("sans-serif", 16).into_font().color(&BLACK))
+        .margin(10)
+        .x_label_area_size(36)
+        .y_label_area_size(60)
+        .build_cartesian_2d(x.0..x.1, y.0..y.1)?;
+    chart
+        .configure_mesh()
+        .disable_x_mesh()
+        .light_line_style(TRANSPARENT)
+        .bold_line_style(BLACK.mix(0.15))
+        .axis_style(BLACK.mix(0.5))
+        .label_style(("sans-serif", 12).into_font().color(&BLACK))
+        .axis_desc_style(("sans-serif", 12).into_font().color(&BLACK))
+        .x_desc(&plot.x_label)
+        .y_desc(&plot.y_label)
+        .x_labels(if plot.x_names.is_empty() { 8 } else { plot.x_names.len() * 2 + 1 })
+        .x_label_formatter(&|x| x_label(plot, *x))
+        .y_label_formatter(&|y| short(*y))
+        .draw()?;
+
+    let count = plot.lines.len().max(1) as f64;
+    for (number, line) in plot.lines.iter().enumerate() {
+        let colour = COLOURS.get(number % COLOURS.len()).copied().unwrap_or(BLACK);
+        let points = || line.points.iter().map(|(x, y)| (along(plot, *x), *y));
+        match plot.kind {
+            PlotKind::Lines => {
+                chart
+                    .draw_series(LineSeries::new(points(), colour.stroke_width(2)))?
+                    .label(&line.name)
+                    .legend(move |(x, y)| {
+                        PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2))
+                    });
+                chart.draw_series(points().map(|at| Circle::new(at, 3, colour.filled())))?;
+            }
+            PlotKind::Bars => {
+                let width = 0.8 / count;
+                let left = -0.4 + width * number as f64;
+                let bar = |(x, y): (f64, f64)| {
+                    let corners = [(x + left, 0.0), (x + left + width * 0.92, y)];
+                    Rectangle::new(corners, colour.filled())
+                };
+                chart.draw_series(points().map(bar))?.label(&line.name).legend(move |(x, y)| {
+                    Rectangle::new([(x, y - 4), (x + 16, y + 4)], colour.filled())
+                });
+            }
+        }
+    }
+    if plot.lines.len() > 1 {
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperLeft)
+            .label_font(("sans-serif", 12).into_font().color(&BLACK))
+            .draw()?;
+    }
+    area.present()?;
+    drop(chart);
+    Ok(())
+}
+
+fn along(plot: &Plot, x: f64) -> f64 {
+    if plot.x_log { x.max(f64::MIN_POSITIVE).log10() } else { x }
+}
+
+/// The visible part of both axes; y starts at zero, so that heights can be compared.
+fn ranges(plot: &Plot) -> ((f64, f64), (f64, f64)) {
+    let points = || plot.lines.iter().flat_map(|line| &line.points);
+    let x = bounds(points().map(|(x, _)| along(plot, *x)));
+    let (low, high) = bounds(points().map(|(_, y)| *y));
+    let y = (low.min(0.0), if high > 0.0 { high * 1.08 } else { 1.0 });
+    if plot.kind == PlotKind::Bars {
+        return ((-0.5, plot.x_names.len().max(1) as f64 - 0.5), y);
+    }
+    let room = if x.1 > x.0 { (x.1 - x.0) * 0.04 } else { 0.5 };
+    ((x.0 - room, x.1 + room), y)
+}
+
+fn bounds(values: impl Iterator<Item = f64>) -> (f64, f64) {
+    let finite = values.filter(|value| value.is_finite());
+    let found = finite.fold(None, |bounds, value| match bounds {
+        None => Some((value, value)),
+        Some((low, high)) => Some((f64::min(low, value), f64::max(high, value))),
+    });
+    found.unwrap_or((0.0, 1.0))
+}
+
+fn x_label(plot: &Plot, x: f64) -> String {
+    if plot.x_names.is_empty() {
+        return short(if plot.x_log { 10_f64.powf(x) } else { x });
+    }
+    let whole = x.round();
+    if (x - whole).abs() > 0.01 || whole < 0.0 {
+        return String::new();
+    }
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "a small whole number that is not negative"
+    )]
+    let at = whole as usize;
+    plot.x_names.get(at).cloned().unwrap_or_default()
+}
+
+/// A number of few characters.
+fn short(value: f64) -> String {
+    let (value, unit) = match value.abs() {
+        size if size >= 1e9 => (value / 1e9, "G"),
+        size if size >= 1e6 => (value / 1e6, "M"),
+        size if size >= 1e4 => (value / 1e3, "k"),
+        _ => (value, ""),
+    };
+    let text = if value.abs() >= 100.0 { format!("{value:.0}") } else { format!("{value:.2}") };
+    let text =
+        if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    format!("{text}{unit}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{short, svg};
+    use crate::plot::Plot;
+
+    #[test]
+    fn odd_plots_are_drawn_too() {
+        let mut empty = Plot::lines("none", "x", "y");
+        assert!(svg(&empty).unwrap().contains("none"));
+        empty.line("one point", [(5.0, 0.0)]);
+        assert!(svg(&empty).unwrap().contains("<circle"));
+        let mut strange = Plot::lines("strange", "x", "y").x_log();
+        strange.line("zero", [(0.0, -1.0), (10.0, f64::NAN)]);
+        svg(&strange).unwrap();
+        svg(&Plot::bars("no bars", "y", Vec::<String>::new())).unwrap();
+    }
+
+    #[test]
+    fn labels_are_short() {
+        let texts =
+            [(0.0, "0"), (0.25, "0.25"), (1000.0, "1000"), (65_536.0, "65.54k"), (1e7, "10M")];
+        for (value, text) in texts {
+            assert_eq!(short(value), text);
+        }
+    }
+}
