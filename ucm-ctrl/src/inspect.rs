@@ -99,6 +99,8 @@ pub struct MemberInspection {
     pub pid: u32,
     /// Device id; negative for schedulers.
     pub device_id: i32,
+    /// Names the stay.
+    pub incarnation: [u8; 16],
     /// Slots it pins.
     pub pins: u64,
     /// Slots it fills.
@@ -203,6 +205,12 @@ impl Control {
                 state: word.state(),
                 generation: word.generation(),
                 pid: record.pid.load(Ordering::Relaxed),
+                incarnation: {
+                    let half = |i: usize| {
+                        record.incarnation.get(i).map_or(0, |h| h.load(Ordering::Relaxed))
+                    };
+                    crate::BlockId::from_halves(half(0), half(1)).0
+                },
                 device_id: record.device.load(Ordering::Relaxed).cast_signed(),
                 pins: *pins,
                 filling: *filling,

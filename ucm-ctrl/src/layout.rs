@@ -96,7 +96,9 @@ pub(crate) struct MemberRecord {
     pub(crate) local_ranks: AtomicU32,
     pub(crate) role: AtomicU32,
     pub(crate) joined_ms: AtomicU64,
-    _reserved: [AtomicU64; 4],
+    /// Names the stay; valid in state `Joined`.
+    pub(crate) incarnation: [AtomicU64; 2],
+    _reserved: [AtomicU64; 2],
     pub(crate) doorbell: Line<EventWord>,
     pub(crate) lease_bell: Line<EventWord>,
     pub(crate) counters: Counters,

@@ -33,19 +33,28 @@ pub struct MemberSpec {
     pub device_id: i32,
     /// Ranks on this node.
     pub local_rank_count: u32,
+    /// Random number that names this stay, so that news of an earlier stay on the same seat cannot
+    /// be mistaken for news of this one. All zero if nobody reports deaths by it.
+    pub incarnation: [u8; 16],
 }
 
 impl MemberSpec {
     /// A rank on device `device_id` of `local_rank_count`.
     #[must_use]
     pub fn rank(device_id: i32, local_rank_count: u32) -> Self {
-        Self { role: Role::Rank, device_id, local_rank_count }
+        Self { role: Role::Rank, device_id, local_rank_count, incarnation: [0; 16] }
     }
 
     /// A scheduler.
     #[must_use]
     pub fn scheduler() -> Self {
-        Self { role: Role::Scheduler, device_id: -1, local_rank_count: 0 }
+        Self { role: Role::Scheduler, device_id: -1, local_rank_count: 0, incarnation: [0; 16] }
+    }
+
+    /// The same, named by `incarnation`.
+    #[must_use]
+    pub fn named(self, incarnation: [u8; 16]) -> Self {
+        Self { incarnation, ..self }
     }
 }
 
@@ -59,6 +68,8 @@ pub enum MemberState {
     Joined = 1,
     /// Its holder died; the named member clears up.
     Reaping = 2,
+    /// Taken; its holder is still writing who it is.
+    Joining = 3,
     /// Not a value of this layout.
     Invalid = 255,
 }
@@ -73,6 +84,7 @@ impl MemberWord {
             0 => MemberState::Free,
             1 => MemberState::Joined,
             2 => MemberState::Reaping,
+            3 => MemberState::Joining,
             _ => MemberState::Invalid,
         }
     }
@@ -144,7 +156,7 @@ pub(crate) fn join(
         let seen = MemberWord(record.word.load(Ordering::SeqCst));
         if seen.state() == MemberState::Free {
             let generation = seen.generation().wrapping_add(1);
-            let mine = MemberWord::with(MemberState::Joined, 0, generation);
+            let mine = MemberWord::with(MemberState::Joining, 0, generation);
             if record
                 .word
                 .compare_exchange(seen.0, mine.0, Ordering::SeqCst, Ordering::Relaxed)
@@ -172,6 +184,13 @@ fn introduce(
     record.local_ranks.store(spec.local_rank_count, Ordering::Relaxed);
     record.role.store(spec.role as u32, Ordering::Relaxed);
     record.joined_ms.store(crate::clock_ms(), Ordering::Relaxed);
+    let (lo, hi) = crate::BlockId(spec.incarnation).halves();
+    for (to, from) in record.incarnation.iter().zip([lo, hi]) {
+        to.store(from, Ordering::Relaxed);
+    }
+    // Only now may anybody judge this stay by what the record says.
+    let joined = MemberWord::with(MemberState::Joined, 0, generation);
+    record.word.store(joined.0, Ordering::SeqCst);
     let counts =
         control.region.geometry().pools.iter().map(|pool| zeroed_counts(pool.total())).collect();
     let inner = MemberInner {

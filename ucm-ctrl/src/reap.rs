@@ -28,6 +28,21 @@ pub struct Reaped {
 }
 
 impl Member {
+    /// Clears up after the stay on a seat that `incarnation` names; does nothing when the seat is
+    /// held by another stay by now. The rules of [`reap`](Self::reap) apply.
+    pub fn reap_stay(&self, id: MemberId, incarnation: [u8; 16]) -> Reaped {
+        let Some(record) = self.inner.control.region.member(id.0) else { return Reaped::default() };
+        let word = MemberWord(record.word.load(Ordering::SeqCst));
+        let (lo, hi) = crate::BlockId(incarnation).halves();
+        let named = record.incarnation.iter().map(|half| half.load(Ordering::SeqCst)).eq([lo, hi]);
+        // The record's halves belong to this generation if it is still there, and not in the middle
+        // of being written.
+        if !named || !matches!(word.state(), MemberState::Joined | MemberState::Reaping) {
+            return Reaped::default();
+        }
+        self.reap(id, Some(word.generation()))
+    }
+
     /// Clears up after another member. Call only with proof that its process is dead and its memory
     /// accesses have ended; `generation` is the one it joined with, `None` for whichever holds the
     /// seat. Safe to call from several members at once: one does the work.
@@ -43,7 +58,7 @@ impl Member {
             return reaped;
         }
         let takeable = match word.state() {
-            MemberState::Joined | MemberState::Invalid => true,
+            MemberState::Joined | MemberState::Joining | MemberState::Invalid => true,
             MemberState::Reaping => me.is_dead(word.reaper()) || word.reaper() == me.index,
             MemberState::Free => false,
         };
