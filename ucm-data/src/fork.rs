@@ -1,0 +1,201 @@
+//! What happens on `fork` without `exec`: the child loses its copies of this crate's descriptors.
+//!
+//! A forked child inherits every open file description: it would hold the parent's locks, keep its
+//! sockets listening without anybody to answer, and keep the memory alive after the parent died. A
+//! `pthread_atfork` child handler therefore replaces each guarded descriptor by a dead one. The
+//! numbers stay taken, so the child's copies of the owning objects close only the dead ones.
+//!
+//! **Invariant:** in a forked child no guarded descriptor refers to what it refers to in the parent,
+//! and [`generation`] differs from the parent's.
+
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Once};
+
+use crate::{DataError, ErrorKind};
+
+/// Descriptors up to this number can be guarded; higher ones are passed through unguarded.
+const GUARDABLE: usize = 64 * 1024;
+
+static GENERATION: AtomicU64 = AtomicU64::new(1);
+static GUARDED: [AtomicU64; GUARDABLE / 64] = [const { AtomicU64::new(0) }; GUARDABLE / 64];
+static DEAD_FD: AtomicI32 = AtomicI32::new(-1);
+static INSTALL: Once = Once::new();
+
+/// A descriptor shared by several owners of one process, closed with the last, dead in a fork.
+///
+/// Cloning is cheap and makes no new descriptor. Thread-safe.
+#[derive(Clone, Debug)]
+pub struct SharedFd(Arc<GuardedFd>);
+
+impl From<OwnedFd> for SharedFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(Arc::new(GuardedFd::new(fd)))
+    }
+}
+
+impl AsFd for SharedFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// A descriptor that a forked child cannot use.
+#[derive(Debug)]
+pub(crate) struct GuardedFd(OwnedFd);
+
+impl GuardedFd {
+    pub(crate) fn new(fd: OwnedFd) -> Self {
+        install();
+        mark(fd.as_raw_fd(), true);
+        Self(fd)
+    }
+}
+
+impl AsFd for GuardedFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for GuardedFd {
+    fn drop(&mut self) {
+        // Before the close: the number may be reused by an unguarded descriptor right after it.
+        mark(self.0.as_raw_fd(), false);
+    }
+}
+
+/// A number that is different in every process of a fork chain.
+pub(crate) fn generation() -> u64 {
+    GENERATION.load(Ordering::Relaxed)
+}
+
+/// Remembers in which process something was made.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Birthplace {
+    generation: u64,
+    pid: u32,
+}
+
+impl Birthplace {
+    pub(crate) fn here() -> Self {
+        install();
+        Self { generation: generation(), pid: std::process::id() }
+    }
+
+    /// Cheap check (one load): no fork through the C library lies between.
+    pub(crate) fn is_here_fast(self) -> bool {
+        self.generation == generation()
+    }
+
+    /// Full check: also notices a bare `clone` system call.
+    pub(crate) fn is_here(self) -> bool {
+        self.is_here_fast() && self.pid == std::process::id()
+    }
+
+    pub(crate) fn check(self) -> Result<(), DataError> {
+        if self.is_here_fast() { Ok(()) } else { Err(Self::error()) }
+    }
+
+    pub(crate) fn error() -> DataError {
+        DataError::new(
+            ErrorKind::Forked,
+            "this process was forked from a member; enter the rendezvous again to use the cache",
+        )
+    }
+}
+
+fn install() {
+    INSTALL.call_once(|| {
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        if let Ok(fd) = rustix::event::eventfd(0, flags) {
+            DEAD_FD.store(fd.into_raw_fd(), Ordering::Relaxed);
+        }
+        // SAFETY: `in_child` is a plain function that only uses atomics and the system call dup3,
+        // both allowed between fork and exec; it stays valid as long as the program's code.
+        let rc = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        if rc != 0 {
+            tracing::warn!(rc, "fork guard not installed: a forked child can hold locks");
+        }
+    });
+}
+
+fn mark(fd: RawFd, on: bool) {
+    let Ok(number) = usize::try_from(fd) else { return };
+    let Some(word) = GUARDED.get(number / 64) else { return };
+    let bit = 1u64 << (number % 64);
+    if on {
+        word.fetch_or(bit, Ordering::Relaxed);
+    } else {
+        word.fetch_and(!bit, Ordering::Relaxed);
+    }
+}
+
+unsafe extern "C" fn in_child() {
+    GENERATION.fetch_add(1, Ordering::Relaxed);
+    let dead = DEAD_FD.load(Ordering::Relaxed);
+    let mut base: RawFd = 0;
+    for word in &GUARDED {
+        let mut bits = word.load(Ordering::Relaxed);
+        while bits != 0 {
+            let fd = base + bits.trailing_zeros().cast_signed();
+            if dead >= 0 {
+                // SAFETY: plain system call on two integers. The number stays owned by the same
+                // object, so no owner sees a closed or foreign descriptor.
+                unsafe { libc::dup3(dead, fd, libc::O_CLOEXEC) };
+            }
+            bits &= bits - 1;
+        }
+        base += 64;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn d9_forked_child_loses_guarded_descriptors_and_changes_generation() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let guarded = GuardedFd::new(writer);
+        let before = generation();
+        // SAFETY: the child only makes system calls and leaves with _exit.
+        let pid = unsafe { libc::fork() };
+        if pid == 0 {
+            // The pipe's write end is an eventfd here: one byte is refused with EINVAL.
+            let refused = rustix::io::write(guarded.as_fd(), b"x").is_err();
+            let moved = generation() != before;
+            let code = if refused && moved { 0 } else { 1 };
+            // SAFETY: ends the child without running the parent's destructors.
+            unsafe { libc::_exit(code) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above, with a valid status pointer.
+        unsafe { libc::waitpid(pid, &raw mut status, 0) };
+        assert_eq!(status, 0, "child saw the parent's pipe or the parent's generation");
+        drop(guarded);
+        // All writers are gone: end of file, although the child had inherited the write end.
+        assert_eq!(rustix::io::read(&reader, &mut [0u8; 1]).unwrap(), 0);
+    }
+
+    #[test]
+    fn numbers_are_unmarked_before_they_can_be_reused() {
+        let (reader, _writer) = rustix::pipe::pipe().unwrap();
+        let number = reader.as_raw_fd();
+        let word = usize::try_from(number).unwrap() / 64;
+        let bit = 1u64 << (number % 64);
+        let guarded = GuardedFd::new(reader);
+        assert_ne!(GUARDED[word].load(Ordering::Relaxed) & bit, 0);
+        drop(guarded);
+        // Another test thread may have guarded the reused number; only the drop's effect on a free
+        // number is asserted.
+        if rustix::io::fcntl_getfd(
+            // SAFETY: only used to ask whether the number is open.
+            unsafe { BorrowedFd::borrow_raw(number) },
+        )
+        .is_err()
+        {
+            assert_eq!(GUARDED[word].load(Ordering::Relaxed) & bit, 0);
+        }
+    }
+}

@@ -1,0 +1,338 @@
+//! The joiner's side: reach every member, hear the first that answers, fetch the offer.
+//!
+//! **Invariant:** an offer is returned whole or not at all; descriptors of an incomplete one are
+//! closed. A member that does not answer is never taken for dead.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::fork::GuardedFd;
+use crate::rendezvous::config::{LayoutTag, MAX_SEATS, Offer, Token};
+use crate::rendezvous::directory::Directory;
+use crate::rendezvous::process::{Life, descriptor_limit, limit_or_os, peer_of};
+use crate::rendezvous::roster::ConnId;
+use crate::rendezvous::socket::{self, Received, Receiver};
+use crate::rendezvous::steward::Conn;
+use crate::rendezvous::watch::PeerWatch;
+use crate::rendezvous::wire::{Message, Refusal, WIRE_VERSION};
+use crate::{DataError, ErrorKind};
+
+/// How long one member may take for one piece before another one is asked.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// What a member said in its welcome.
+#[derive(Clone, Debug)]
+pub(crate) struct Welcome {
+    pub(crate) incarnation: Token,
+    pub(crate) boot: Token,
+    pub(crate) peers: Vec<(u16, Token)>,
+    meta: u32,
+    fds: u32,
+}
+
+/// A listener that was reached.
+pub(crate) struct Prospect {
+    pub(crate) seat: u16,
+    socket: GuardedFd,
+    life: Arc<Life>,
+    pid: i32,
+    welcome: Option<Welcome>,
+    gone: bool,
+}
+
+/// All listeners that were reached.
+pub(crate) struct Reached {
+    pub(crate) prospects: Vec<Prospect>,
+    /// Seats that are taken, by members or by foreign listeners.
+    pub(crate) occupied: Vec<u16>,
+}
+
+/// What came of asking.
+pub(crate) enum Answer {
+    /// An offer, and the welcome it came with.
+    Offer(Offer, Welcome),
+    /// Everybody reached has ended or left meanwhile.
+    Nobody,
+}
+
+/// Connects to all seats and says hello.
+pub(crate) fn reach(
+    directory: &Directory,
+    layout: &LayoutTag,
+    watch: &PeerWatch,
+) -> Result<Reached, DataError> {
+    let mut reached = Reached { prospects: Vec::new(), occupied: Vec::new() };
+    let hello =
+        Message::Hello { wire_min: WIRE_VERSION, wire_max: WIRE_VERSION, layout: layout.clone() };
+    for seat in 0..MAX_SEATS {
+        let address = directory
+            .seats()
+            .address(seat)
+            .map_err(|e| DataError::os(format!("address of seat {seat}"), e))?;
+        let socket = socket::new_socket().map_err(|e| limit_or_os("socket", e))?;
+        match connect(&socket, &address) {
+            Ok(()) => {}
+            Err(Errno::CONNREFUSED) => {
+                directory.remove_socket(seat);
+                continue;
+            }
+            Err(Errno::NOENT) => continue,
+            // Listening, but its queue is full: stopped, or overrun.
+            Err(Errno::AGAIN) => {
+                reached.occupied.push(seat);
+                continue;
+            }
+            Err(e) => return Err(limit_or_os(&format!("connecting to seat {seat}"), e)),
+        }
+        reached.occupied.push(seat);
+        let peer = peer_of(socket.as_fd())?;
+        if peer.uid != rustix::process::geteuid().as_raw() {
+            watch.shared.counters.foreign_seats.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(seat, uid = peer.uid, "ignored a listener of another user");
+            continue;
+        }
+        let life = Arc::new(Life::of_peer(socket.as_fd(), peer.pid)?);
+        let gone = socket::send(socket.as_fd(), &hello, &[]).is_err();
+        let socket = GuardedFd::new(socket);
+        let pid = peer.pid.as_raw_nonzero().get();
+        reached.prospects.push(Prospect { seat, socket, life, pid, welcome: None, gone });
+    }
+    Ok(reached)
+}
+
+impl Reached {
+    /// Asks until one member has passed the whole offer, all are gone, or the deadline passes.
+    pub(crate) fn ask(
+        &mut self,
+        layout: &LayoutTag,
+        deadline: Instant,
+    ) -> Result<Answer, DataError> {
+        let mut receiver = Receiver::with_fds();
+        loop {
+            // Members that answered are asked in turn; each gets another chance while time is left.
+            for index in 0..self.prospects.len() {
+                let Some(prospect) = self.prospects.get_mut(index) else { continue };
+                let Some(welcome) = prospect.welcome.clone().filter(|_| !prospect.gone) else {
+                    continue;
+                };
+                let until = deadline.min(Instant::now() + PATIENCE);
+                if let Some(offer) = prospect.fetch(&welcome, &mut receiver, until)? {
+                    return Ok(Answer::Offer(offer, welcome));
+                }
+            }
+            self.prospects.retain(|prospect| !prospect.gone);
+            if self.prospects.is_empty() {
+                return Ok(Answer::Nobody);
+            }
+            if Instant::now() >= deadline {
+                return Err(self.no_answer());
+            }
+            let waiting: Vec<_> =
+                self.prospects.iter().filter(|prospect| prospect.welcome.is_none()).collect();
+            if !waiting.is_empty() {
+                let answered = self.prospects.len() > waiting.len();
+                let limit = if answered { Instant::now() } else { deadline };
+                let sockets: Vec<_> = waiting.iter().map(|p| p.socket.as_fd()).collect();
+                wait_readable(&sockets, limit.min(deadline))?;
+            }
+            for prospect in self.prospects.iter_mut().filter(|p| p.welcome.is_none()) {
+                prospect.hear(layout, &mut receiver)?;
+            }
+        }
+    }
+
+    fn no_answer(&self) -> DataError {
+        let pids: Vec<_> = self.prospects.iter().map(|prospect| prospect.pid).collect();
+        DataError::new(
+            ErrorKind::Deadline,
+            format!(
+                "the cache is held by live processes {pids:?}, but none of them answered in time; are \
+                 they stopped (SIGSTOP, debugger)? Continue or end them, or allow a longer deadline"
+            ),
+        )
+    }
+}
+
+impl Prospect {
+    /// Who sits there, if it has said so.
+    pub(crate) fn incarnation(&self) -> Option<Token> {
+        self.welcome.as_ref().map(|welcome| welcome.incarnation)
+    }
+
+    pub(crate) fn into_conn(self, id: ConnId) -> Conn {
+        Conn { id, socket: Some(self.socket), life: self.life, pid: self.pid }
+    }
+
+    /// Takes in a welcome or a refusal, if there is one.
+    fn hear(&mut self, layout: &LayoutTag, receiver: &mut Receiver) -> Result<(), DataError> {
+        match receiver.receive(self.socket.as_fd()) {
+            Received::Message {
+                message: Message::Welcome { seat, incarnation, boot, peers, meta, fds },
+                ..
+            } if seat == self.seat => {
+                self.welcome = Some(Welcome { incarnation, boot, peers, meta, fds });
+            }
+            Received::Message { message: Message::Refuse { why, layout: theirs }, .. } => {
+                return self.refused(why, layout, &theirs);
+            }
+            Received::Empty => {}
+            Received::Message { .. } | Received::Garbage(_) | Received::Closed => self.gone = true,
+        }
+        Ok(())
+    }
+
+    fn refused(
+        &mut self,
+        why: Refusal,
+        layout: &LayoutTag,
+        theirs: &LayoutTag,
+    ) -> Result<(), DataError> {
+        match why {
+            Refusal::Layout => Err(DataError::new(
+                ErrorKind::Layout,
+                format!(
+                    "the live cache has {theirs}; this process has {layout}; use the same build and \
+                     configuration, or another instance directory, or end process {}",
+                    self.pid
+                ),
+            )),
+            Refusal::Wire => Err(DataError::new(
+                ErrorKind::Layout,
+                format!(
+                    "process {} speaks other rendezvous messages than this build (version \
+                     {WIRE_VERSION}); it has {theirs}; this process has {layout}",
+                    self.pid
+                ),
+            )),
+            Refusal::Credentials => Err(DataError::new(
+                ErrorKind::Denied,
+                format!(
+                    "process {} runs as another user and refused this one (uid {})",
+                    self.pid,
+                    rustix::process::geteuid().as_raw()
+                ),
+            )),
+            // Another member may have descriptors left.
+            Refusal::DescriptorLimit => {
+                tracing::warn!(pid = self.pid, "a member is out of file descriptors");
+                self.gone = true;
+                Ok(())
+            }
+        }
+    }
+
+    /// Fetches the offer piece by piece. `None` if this member is gone or too slow.
+    fn fetch(
+        &mut self,
+        welcome: &Welcome,
+        receiver: &mut Receiver,
+        until: Instant,
+    ) -> Result<Option<Offer>, DataError> {
+        let mut meta = Vec::new();
+        while meta.len() < welcome.meta as usize {
+            let offset = u32::try_from(meta.len()).unwrap_or(u32::MAX);
+            let fits = |message: &Message| matches!(message, Message::Meta { offset: o, .. } if *o == offset);
+            let want = Message::WantMeta { offset };
+            let Some((Message::Meta { bytes, .. }, _)) =
+                self.request(&want, fits, receiver, until)?
+            else {
+                return Ok(None);
+            };
+            if bytes.is_empty() || meta.len() + bytes.len() > welcome.meta as usize {
+                self.gone = true;
+                return Ok(None);
+            }
+            meta.extend_from_slice(&bytes);
+        }
+        let mut fds: Vec<OwnedFd> = Vec::new();
+        while fds.len() < welcome.fds as usize {
+            let first = u32::try_from(fds.len()).unwrap_or(u32::MAX);
+            let fits =
+                |message: &Message| matches!(message, Message::Fds { first: f, .. } if *f == first);
+            let want = Message::WantFds { first };
+            let Some((Message::Fds { count, .. }, mut more)) =
+                self.request(&want, fits, receiver, until)?
+            else {
+                return Ok(None);
+            };
+            if more.len() != usize::from(count)
+                || more.is_empty()
+                || fds.len() + more.len() > welcome.fds as usize
+            {
+                self.gone = true;
+                return Ok(None);
+            }
+            fds.append(&mut more);
+        }
+        Ok(Some(Offer { meta, fds: fds.into_iter().map(Into::into).collect() }))
+    }
+
+    /// One request and its reply. Replies to earlier, given up requests are dropped.
+    fn request(
+        &mut self,
+        want: &Message,
+        fits: impl Fn(&Message) -> bool,
+        receiver: &mut Receiver,
+        until: Instant,
+    ) -> Result<Option<(Message, Vec<OwnedFd>)>, DataError> {
+        if socket::send(self.socket.as_fd(), want, &[]).is_err() {
+            self.gone = true;
+            return Ok(None);
+        }
+        loop {
+            match receiver.receive(self.socket.as_fd()) {
+                Received::Message { truncated: true, fds, .. } => {
+                    return Err(descriptor_limit(&format!(
+                        "only {} descriptors of a message of the live cache could be taken",
+                        fds.len()
+                    )));
+                }
+                Received::Message { message, fds, .. } if fits(&message) => {
+                    return Ok(Some((message, fds)));
+                }
+                Received::Message { .. } => {}
+                Received::Empty => {
+                    if !wait_readable(&[self.socket.as_fd()], until)? {
+                        return Ok(None);
+                    }
+                }
+                Received::Garbage(_) | Received::Closed => {
+                    self.gone = true;
+                    return Ok(None);
+                }
+            }
+        }
+    }
+}
+
+fn connect(socket: &OwnedFd, address: &rustix::net::SocketAddrUnix) -> Result<(), Errno> {
+    loop {
+        match rustix::net::connect(socket, address) {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Waits until one socket has something to say; `false` when the time is over.
+fn wait_readable(
+    sockets: &[std::os::fd::BorrowedFd<'_>],
+    until: Instant,
+) -> Result<bool, DataError> {
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let timeout = Timespec::try_from(left).ok();
+        let mut polled: Vec<_> = sockets.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        match rustix::event::poll(&mut polled, timeout.as_ref()) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(true),
+            Err(e) => return Err(DataError::os("poll", e)),
+        }
+    }
+}

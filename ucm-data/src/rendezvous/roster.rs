@@ -1,0 +1,368 @@
+//! Who is connected, as an IO-free state machine: messages and ends of connections and processes go
+//! in, replies and notices come out.
+//!
+//! A connection goes `Greeting → Joining → Member`. A member ends in one of two ways: it says `Bye`
+//! (left) or its process is proven over (dead). A connection that merely breaks proves nothing: a
+//! killed process closes its sockets before it counts as ended.
+//!
+//! **Invariant:** for every (seat, incarnation) that was announced, exactly one of `Left` and `Died`
+//! is announced, at most once.
+
+use crate::rendezvous::config::{LayoutTag, Token};
+use crate::rendezvous::wire::{Message, Refusal, WIRE_VERSION};
+
+/// Names a connection within one process.
+pub(crate) type ConnId = u64;
+
+/// What the hooks hear.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Notice {
+    Joined(u16, Token),
+    Left(u16, Token),
+    Died(u16, Token),
+}
+
+/// What the driver does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Action {
+    Reply(Message),
+    SendMeta {
+        offset: u32,
+    },
+    SendFds {
+        first: u32,
+    },
+    /// Stop talking; the process is still watched if it is a member.
+    Hang,
+    /// Forget connection and process.
+    Forget,
+    Notify(Notice),
+}
+
+/// How a member ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    Left,
+    Dead,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Connected, said nothing yet.
+    Greeting,
+    /// May ask for the offer.
+    Joining,
+    /// Listens at this seat, but has not said yet who it is.
+    Silent { seat: u16 },
+    /// Sits.
+    Member { seat: u16, incarnation: Token, talks: bool },
+}
+
+/// What this member tells joiners about itself and the offer.
+#[derive(Clone, Debug)]
+pub(crate) struct Me {
+    pub(crate) seat: u16,
+    pub(crate) incarnation: Token,
+    pub(crate) boot: Token,
+    pub(crate) layout: LayoutTag,
+    pub(crate) meta: u32,
+    pub(crate) fds: u32,
+}
+
+/// All connections of one member.
+#[derive(Debug)]
+pub(crate) struct Roster {
+    me: Me,
+    entries: Vec<(ConnId, Phase)>,
+    /// Last end seen at each seat.
+    fates: Vec<(u16, Token, Fate)>,
+}
+
+impl Roster {
+    pub(crate) fn new(me: Me) -> Self {
+        Self { me, entries: Vec::new(), fates: Vec::new() }
+    }
+
+    /// A stranger connected.
+    pub(crate) fn accepted(&mut self, id: ConnId) {
+        self.entries.push((id, Phase::Greeting));
+    }
+
+    /// This member reached the listener of a seat when it joined.
+    pub(crate) fn reached(&mut self, id: ConnId, seat: u16, incarnation: Option<Token>) {
+        let phase = match incarnation {
+            Some(incarnation) => Phase::Member { seat, incarnation, talks: true },
+            None => Phase::Silent { seat },
+        };
+        self.entries.push((id, phase));
+    }
+
+    pub(crate) fn on_message(&mut self, id: ConnId, message: Message) -> Vec<Action> {
+        let me = &self.me;
+        let Some((_, phase)) = self.entries.iter_mut().find(|(other, _)| *other == id) else {
+            return vec![Action::Forget];
+        };
+        let refuse = |why| Action::Reply(Message::Refuse { why, layout: me.layout.clone() });
+        match (*phase, message) {
+            (Phase::Greeting, Message::Hello { wire_min, wire_max, layout }) => {
+                if !(wire_min..=wire_max).contains(&WIRE_VERSION) {
+                    return vec![refuse(Refusal::Wire), self.forget(id)];
+                }
+                if !layout.agrees_with(&me.layout) {
+                    return vec![refuse(Refusal::Layout), self.forget(id)];
+                }
+                *phase = Phase::Joining;
+                vec![Action::Reply(self.welcome())]
+            }
+            (Phase::Joining, Message::WantMeta { offset }) => vec![Action::SendMeta { offset }],
+            (Phase::Joining, Message::WantFds { first }) => vec![Action::SendFds { first }],
+            (Phase::Joining, Message::Seated { seat, incarnation }) if seat != me.seat => {
+                *phase = Phase::Member { seat, incarnation, talks: true };
+                vec![Action::Notify(Notice::Joined(seat, incarnation))]
+            }
+            (Phase::Silent { seat }, Message::Welcome { seat: says, incarnation, boot, .. })
+                if says == seat && boot == me.boot =>
+            {
+                *phase = Phase::Member { seat, incarnation, talks: true };
+                vec![Action::Notify(Notice::Joined(seat, incarnation))]
+            }
+            // The answer to our own Hello, after another member already told us who this is.
+            (Phase::Member { .. }, Message::Welcome { .. }) => Vec::new(),
+            (Phase::Member { seat, incarnation, .. }, Message::Bye) => {
+                self.ended(seat, incarnation, Fate::Left);
+                vec![self.forget(id), Action::Notify(Notice::Left(seat, incarnation))]
+            }
+            _ => self.on_closed(id),
+        }
+    }
+
+    /// The connection broke, or carried garbage.
+    pub(crate) fn on_closed(&mut self, id: ConnId) -> Vec<Action> {
+        match self.entries.iter_mut().find(|(other, _)| *other == id) {
+            Some((_, Phase::Member { talks, .. })) => {
+                *talks = false;
+                vec![Action::Hang]
+            }
+            _ => vec![self.forget(id)],
+        }
+    }
+
+    /// The process is over. Call only after every message it had sent was handed in.
+    pub(crate) fn on_exit(&mut self, id: ConnId) -> Vec<Action> {
+        let phase = self.entries.iter().find(|(other, _)| *other == id).map(|(_, phase)| *phase);
+        let forget = self.forget(id);
+        match phase {
+            Some(Phase::Member { seat, incarnation, .. }) => {
+                self.ended(seat, incarnation, Fate::Dead);
+                vec![forget, Action::Notify(Notice::Died(seat, incarnation))]
+            }
+            _ => vec![forget],
+        }
+    }
+
+    /// Connections that have not sat down yet, oldest first.
+    pub(crate) fn strangers(&self) -> impl Iterator<Item = ConnId> + '_ {
+        self.entries
+            .iter()
+            .filter(|(_, phase)| matches!(phase, Phase::Greeting | Phase::Joining))
+            .map(|(id, _)| *id)
+    }
+
+    /// Members: connection, seat, incarnation.
+    pub(crate) fn members(&self) -> impl Iterator<Item = (ConnId, u16, Token)> + '_ {
+        self.entries.iter().filter_map(|(id, phase)| match phase {
+            Phase::Member { seat, incarnation, .. } => Some((*id, *seat, *incarnation)),
+            _ => None,
+        })
+    }
+
+    /// The last end seen at each seat.
+    pub(crate) fn fates(&self) -> &[(u16, Token, Fate)] {
+        &self.fates
+    }
+
+    fn welcome(&self) -> Message {
+        let peers = self.entries.iter().filter_map(|(_, phase)| match phase {
+            Phase::Member { seat, incarnation, talks: true } => Some((*seat, *incarnation)),
+            _ => None,
+        });
+        let me = &self.me;
+        Message::Welcome {
+            seat: me.seat,
+            incarnation: me.incarnation,
+            boot: me.boot,
+            peers: peers.take(usize::from(crate::rendezvous::config::MAX_SEATS)).collect(),
+            meta: me.meta,
+            fds: me.fds,
+        }
+    }
+
+    fn ended(&mut self, seat: u16, incarnation: Token, fate: Fate) {
+        self.fates.retain(|(other, _, _)| *other != seat);
+        self.fates.push((seat, incarnation, fate));
+    }
+
+    fn forget(&mut self, id: ConnId) -> Action {
+        self.entries.retain(|(other, _)| *other != id);
+        Action::Forget
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn layout(version: u32) -> LayoutTag {
+        LayoutTag {
+            protocol: 1,
+            layout_version: version,
+            fingerprint: [9; 32],
+            text: format!("layout {version}"),
+        }
+    }
+
+    fn roster() -> Roster {
+        Roster::new(Me {
+            seat: 0,
+            incarnation: Token([1; 16]),
+            boot: Token([2; 16]),
+            layout: layout(7),
+            meta: 10,
+            fds: 3,
+        })
+    }
+
+    fn hello(version: u32) -> Message {
+        Message::Hello { wire_min: 1, wire_max: 1, layout: layout(version) }
+    }
+
+    fn seat(roster: &mut Roster, id: ConnId, seat: u16, incarnation: Token) {
+        roster.accepted(id);
+        roster.on_message(id, hello(7));
+        let actions = roster.on_message(id, Message::Seated { seat, incarnation });
+        assert_eq!(actions, [Action::Notify(Notice::Joined(seat, incarnation))]);
+    }
+
+    #[test]
+    fn a_joiner_is_welcomed_with_all_talking_members() {
+        let mut roster = roster();
+        let (a, b) = (Token([3; 16]), Token([4; 16]));
+        seat(&mut roster, 1, 5, a);
+        seat(&mut roster, 2, 6, b);
+        assert_eq!(roster.on_closed(2), [Action::Hang]);
+        roster.accepted(3);
+        let actions = roster.on_message(3, hello(7));
+        let [Action::Reply(Message::Welcome { peers, meta: 10, fds: 3, .. })] = &actions[..] else {
+            panic!("{actions:?}");
+        };
+        assert_eq!(peers, &[(5, a)]);
+        assert_eq!(
+            roster.on_message(3, Message::WantFds { first: 2 }),
+            [Action::SendFds { first: 2 }]
+        );
+    }
+
+    #[test]
+    fn d8_other_layouts_and_wire_versions_are_refused_with_our_own_tag() {
+        let mut roster = roster();
+        roster.accepted(1);
+        let refuse = |why| Action::Reply(Message::Refuse { why, layout: layout(7) });
+        assert_eq!(roster.on_message(1, hello(8)), [refuse(Refusal::Layout), Action::Forget]);
+        roster.accepted(2);
+        let newer = Message::Hello { wire_min: 2, wire_max: 9, layout: layout(7) };
+        assert_eq!(roster.on_message(2, newer), [refuse(Refusal::Wire), Action::Forget]);
+    }
+
+    #[test]
+    fn a_broken_connection_is_no_death_and_a_bye_is_a_leave() {
+        let mut roster = roster();
+        let (a, b) = (Token([3; 16]), Token([4; 16]));
+        seat(&mut roster, 1, 5, a);
+        assert_eq!(roster.on_closed(1), [Action::Hang]);
+        assert_eq!(roster.members().count(), 1);
+        let died = [Action::Forget, Action::Notify(Notice::Died(5, a))];
+        assert_eq!(roster.on_exit(1), died);
+        assert_eq!(roster.on_exit(1), [Action::Forget]);
+        seat(&mut roster, 2, 5, b);
+        let left = [Action::Forget, Action::Notify(Notice::Left(5, b))];
+        assert_eq!(roster.on_message(2, Message::Bye), left);
+        assert_eq!(roster.fates(), [(5, b, Fate::Left)]);
+    }
+
+    #[test]
+    fn a_stranger_cannot_fetch_or_sit_without_a_greeting() {
+        for message in [
+            Message::WantMeta { offset: 0 },
+            Message::WantFds { first: 0 },
+            Message::Seated { seat: 1, incarnation: Token([0; 16]) },
+            Message::Bye,
+        ] {
+            let mut roster = roster();
+            roster.accepted(1);
+            assert_eq!(roster.on_message(1, message), [Action::Forget]);
+        }
+    }
+
+    #[test]
+    fn a_silent_member_becomes_known_by_its_own_welcome_of_the_same_boot() {
+        let a = Token([3; 16]);
+        let welcome = |boot| Message::Welcome {
+            seat: 5,
+            incarnation: a,
+            boot,
+            peers: vec![],
+            meta: 0,
+            fds: 0,
+        };
+        let mut known = roster();
+        known.reached(1, 5, None);
+        let joined = [Action::Notify(Notice::Joined(5, a))];
+        assert_eq!(known.on_message(1, welcome(Token([2; 16]))), joined);
+        let mut foreign = roster();
+        foreign.reached(1, 5, None);
+        assert_eq!(foreign.on_message(1, welcome(Token([8; 16]))), [Action::Forget]);
+    }
+
+    proptest! {
+        /// Any order of events announces each stay once and ends it at most once.
+        #[test]
+        fn every_stay_is_announced_once_and_ends_at_most_once(
+            events in prop::collection::vec((0u64..4, 0u8..6), 1..80)
+        ) {
+            let mut roster = roster();
+            let mut stays = 0u8;
+            let (mut joined, mut ended) = (Vec::new(), Vec::new());
+            for (id, event) in events {
+                let known = roster.entries.iter().any(|(other, _)| *other == id);
+                let actions = match event {
+                    0 if !known => { roster.accepted(id); vec![] }
+                    1 => roster.on_message(id, hello(7)),
+                    2 => {
+                        stays += 1;
+                        let incarnation = Token([stays; 16]);
+                        let seat = 1 + u16::try_from(id).unwrap();
+                        roster.on_message(id, Message::Seated { seat, incarnation })
+                    }
+                    3 => roster.on_message(id, Message::Bye),
+                    4 => roster.on_closed(id),
+                    _ => roster.on_exit(id),
+                };
+                for action in actions {
+                    match action {
+                        Action::Notify(Notice::Joined(_, stay)) => joined.push(stay),
+                        Action::Notify(Notice::Left(_, stay) | Notice::Died(_, stay)) => {
+                            prop_assert!(joined.contains(&stay));
+                            prop_assert!(!ended.contains(&stay));
+                            ended.push(stay);
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            let sitting: Vec<_> = roster.members().map(|(_, _, stay)| stay).collect();
+            prop_assert_eq!(joined.len(), ended.len() + sitting.len());
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The steward: one thread per member that answers joiners, sees deaths and keeps deadlines.
+//!
+//! It sleeps in `poll` without a timeout (or until the hooks' next deadline) and never blocks on
+//! anybody: each reply is one non-blocking send, and who cannot take it is hung up on.
+//!
+//! **Invariant:** hooks are called on this thread only, after the table shows what they are told;
+//! a panic in a hook is caught, recorded, and the steward goes on answering.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::DataError;
+use crate::fork::GuardedFd;
+use crate::rendezvous::config::{LayoutTag, Offer, Token};
+use crate::rendezvous::process::{Life, limit_or_os, peer_of};
+use crate::rendezvous::roster::{Action, ConnId, Notice, Roster};
+use crate::rendezvous::socket::{self, Received, Receiver};
+use crate::rendezvous::watch::{PeerInfo, PeerWatch};
+use crate::rendezvous::wire::{FDS_PER_MESSAGE, META_CHUNK_BYTES, Message, Refusal};
+
+/// Connections that may be in the middle of joining; the oldest gives way.
+const MAX_STRANGERS: usize = 64;
+
+/// Messages taken from one connection before the others have their turn.
+const MESSAGES_PER_ROUND: usize = 256;
+
+/// What a member does about the others. Called on the steward thread; must not block for long.
+pub trait StewardHooks: Send + Sync {
+    /// A member sat down.
+    fn on_joined(&self, seat: u16, incarnation: Token) {
+        let _ = (seat, incarnation);
+    }
+
+    /// A member's process is proven over. Exactly once per stay.
+    fn on_death(&self, seat: u16, incarnation: Token);
+
+    /// A member left in good order: nothing of it needs repair. Exactly once per stay.
+    fn on_leave(&self, seat: u16, incarnation: Token);
+
+    /// When to call [`on_deadline`](Self::on_deadline) next.
+    fn next_deadline(&self) -> Option<Instant> {
+        None
+    }
+
+    /// The deadline has passed.
+    fn on_deadline(&self) {}
+}
+
+/// Wakes and stops the steward.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    eventfd: GuardedFd,
+    stop: AtomicBool,
+}
+
+impl Bell {
+    pub(crate) fn new() -> Result<Self, DataError> {
+        let fd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| limit_or_os("eventfd", e))?;
+        Ok(Self { eventfd: GuardedFd::new(fd), stop: AtomicBool::new(false) })
+    }
+
+    pub(crate) fn ring(&self) {
+        // Full means it is ringing already.
+        let _ = rustix::io::write(self.eventfd.as_fd(), &1u64.to_ne_bytes());
+    }
+
+    pub(crate) fn stop(&self) {
+        self.stop.store(true, Ordering::Release);
+        self.ring();
+    }
+}
+
+/// One connection.
+pub(crate) struct Conn {
+    pub(crate) id: ConnId,
+    /// `None` once the connection is broken and only the process is watched.
+    pub(crate) socket: Option<GuardedFd>,
+    pub(crate) life: Arc<Life>,
+    pub(crate) pid: i32,
+}
+
+/// The steward's own state.
+pub(crate) struct Steward {
+    pub(crate) listener: GuardedFd,
+    pub(crate) conns: Vec<Conn>,
+    pub(crate) next_id: ConnId,
+    pub(crate) roster: Roster,
+    pub(crate) layout: LayoutTag,
+    pub(crate) offer: Offer,
+    pub(crate) watch: PeerWatch,
+    pub(crate) hooks: Arc<dyn StewardHooks>,
+    pub(crate) bell: Arc<Bell>,
+    pub(crate) receiver: Receiver,
+    /// Given up for a moment when descriptors run out, so that a connection can be refused.
+    pub(crate) spare: Option<OwnedFd>,
+}
+
+/// What `poll` found.
+#[derive(Default)]
+struct Ready {
+    rung: bool,
+    knocked: bool,
+    talking: Vec<ConnId>,
+    over: Vec<ConnId>,
+}
+
+impl Steward {
+    /// Runs until the bell says stop; gives itself back for the farewell.
+    pub(crate) fn run(mut self) -> Self {
+        block_signals();
+        self.publish();
+        while !self.bell.stop.load(Ordering::Acquire) {
+            let ready = self.wait();
+            let mut notices = Vec::new();
+            if ready.rung {
+                let _ = rustix::io::read(self.bell.eventfd.as_fd(), &mut [0; 8]);
+            }
+            for id in ready.talking {
+                self.listen_to(id, &mut notices);
+            }
+            for id in ready.over {
+                // A farewell may still be in the queue.
+                self.listen_to(id, &mut notices);
+                let actions = self.roster.on_exit(id);
+                self.perform(id, actions, &mut notices);
+            }
+            if ready.knocked {
+                self.accept_all(&mut notices);
+            }
+            self.tell(notices);
+            self.keep_deadline();
+        }
+        self
+    }
+
+    /// Says goodbye to everybody.
+    pub(crate) fn farewell(&self) {
+        for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
+            let _ = socket::send(socket.as_fd(), &Message::Bye, &[]);
+        }
+        socket::shutdown(self.listener.as_fd());
+        for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
+            socket::shutdown(socket.as_fd());
+        }
+    }
+
+    fn wait(&self) -> Ready {
+        enum Who {
+            Bell,
+            Listener,
+            Socket(ConnId),
+            Process(ConnId),
+        }
+        let mut ready = Ready::default();
+        let bell = self.bell.eventfd.as_fd();
+        let listener = self.listener.as_fd();
+        let mut who = vec![Who::Bell, Who::Listener];
+        let mut fds: Vec<BorrowedFd<'_>> = vec![bell, listener];
+        for conn in &self.conns {
+            if let Some(socket) = &conn.socket {
+                who.push(Who::Socket(conn.id));
+                fds.push(socket.as_fd());
+            }
+            match conn.life.pidfd() {
+                Some(pidfd) => {
+                    who.push(Who::Process(conn.id));
+                    fds.push(pidfd);
+                }
+                None => ready.over.push(conn.id),
+            }
+        }
+        let timeout = if ready.over.is_empty() { self.timeout() } else { Some(Duration::ZERO) };
+        let timeout = timeout.and_then(|t| Timespec::try_from(t).ok());
+        let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+        match rustix::event::poll(&mut polled, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => {
+                // Only a lack of kernel memory is left as a reason; do not spin on it.
+                tracing::error!(%errno, "steward: poll failed");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+        for (who, polled) in who.iter().zip(&polled) {
+            if polled.revents().is_empty() {
+                continue;
+            }
+            match who {
+                Who::Bell => ready.rung = true,
+                Who::Listener => ready.knocked = true,
+                Who::Socket(id) => ready.talking.push(*id),
+                Who::Process(id) => ready.over.push(*id),
+            }
+        }
+        ready
+    }
+
+    fn timeout(&self) -> Option<Duration> {
+        let hooks = &self.hooks;
+        let next = self.guarded(|| hooks.next_deadline()).flatten()?;
+        Some(next.saturating_duration_since(Instant::now()))
+    }
+
+    fn keep_deadline(&self) {
+        let hooks = &self.hooks;
+        let now = Instant::now();
+        if self.guarded(|| hooks.next_deadline()).flatten().is_some_and(|next| next <= now) {
+            self.guarded(|| hooks.on_deadline());
+            // A hook that keeps naming the past costs a millisecond a round, not a whole core.
+            if self.guarded(|| hooks.next_deadline()).flatten().is_some_and(|next| next <= now) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    fn accept_all(&mut self, notices: &mut Vec<Notice>) {
+        loop {
+            match socket::accept(self.listener.as_fd()) {
+                Ok(socket) => self.accept_one(socket, notices),
+                Err(Errno::MFILE | Errno::NFILE) => {
+                    // Take the connection with the spare descriptor and drop it: the joiner hears
+                    // at once, and `poll` does not find it again.
+                    count(&self.watch.shared.counters.refused_descriptors);
+                    let had_spare = self.spare.take().is_some();
+                    if had_spare && let Ok(socket) = socket::accept(self.listener.as_fd()) {
+                        self.refuse(&socket, Refusal::DescriptorLimit);
+                    } else {
+                        std::thread::sleep(Duration::from_millis(10));
+                    }
+                    self.spare = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok();
+                    if !had_spare {
+                        return;
+                    }
+                }
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn accept_one(&mut self, socket: OwnedFd, notices: &mut Vec<Notice>) {
+        let counters = &self.watch.shared.counters;
+        let Ok(peer) = peer_of(socket.as_fd()) else { return };
+        if peer.uid != rustix::process::geteuid().as_raw() {
+            count(&counters.refused_credentials);
+            tracing::warn!(uid = peer.uid, pid = ?peer.pid, "refused a joiner of another user");
+            return self.refuse(&socket, Refusal::Credentials);
+        }
+        let life = match Life::of_peer(socket.as_fd(), peer.pid) {
+            Ok(life) => Arc::new(life),
+            Err(error) => {
+                count(&counters.refused_descriptors);
+                tracing::warn!(%error, "refused a joiner");
+                return self.refuse(&socket, Refusal::DescriptorLimit);
+            }
+        };
+        let strangers: Vec<_> = self.roster.strangers().collect();
+        if strangers.len() >= MAX_STRANGERS
+            && let Some(&oldest) = strangers.first()
+        {
+            let actions = self.roster.on_closed(oldest);
+            self.perform(oldest, actions, notices);
+        }
+        let id = self.next_id;
+        self.next_id += 1;
+        self.roster.accepted(id);
+        let pid = peer.pid.as_raw_nonzero().get();
+        let socket = Some(GuardedFd::new(socket));
+        self.conns.push(Conn { id, socket, life, pid });
+    }
+
+    fn refuse(&self, socket: &OwnedFd, why: Refusal) {
+        let message = Message::Refuse { why, layout: self.layout.clone() };
+        let _ = socket::send(socket.as_fd(), &message, &[]);
+    }
+
+    /// Handles what a connection has sent.
+    fn listen_to(&mut self, id: ConnId, notices: &mut Vec<Notice>) {
+        // Bounded, so that a flooding peer cannot keep the steward from the others. More is never
+        // queued by a well-behaved one, so a farewell before an exit is always found.
+        for _ in 0..MESSAGES_PER_ROUND {
+            let Some(conn) = self.conns.iter().find(|conn| conn.id == id) else { return };
+            let Some(socket) = &conn.socket else { return };
+            let actions = match self.receiver.receive(socket.as_fd()) {
+                Received::Message { message, .. } => {
+                    if matches!(message, Message::Hello { .. }) {
+                        self.hear_strangers_before(id, notices);
+                    }
+                    self.roster.on_message(id, message)
+                }
+                Received::Garbage(error) => {
+                    tracing::warn!(%error, "hung up on a connection");
+                    self.roster.on_closed(id)
+                }
+                Received::Closed => self.roster.on_closed(id),
+                Received::Empty => return,
+            };
+            self.perform(id, actions, notices);
+        }
+    }
+
+    /// Who sat down before a joiner said hello must be in its welcome: their messages were sent
+    /// before (entering is exclusive), but `poll` may not have reported them yet.
+    fn hear_strangers_before(&mut self, joiner: ConnId, notices: &mut Vec<Notice>) {
+        let earlier: Vec<_> = self.roster.strangers().filter(|id| *id < joiner).collect();
+        for id in earlier {
+            self.listen_to(id, notices);
+        }
+    }
+
+    fn perform(&mut self, id: ConnId, actions: Vec<Action>, notices: &mut Vec<Notice>) {
+        for action in actions {
+            let sent = match action {
+                Action::Reply(message) => {
+                    if matches!(message, Message::Refuse { .. }) {
+                        count(&self.watch.shared.counters.refused_layout);
+                    }
+                    self.send(id, &message, &[])
+                }
+                Action::SendMeta { offset } => {
+                    let rest = self.offer.meta.get(offset as usize..).unwrap_or_default();
+                    let bytes = rest.iter().take(META_CHUNK_BYTES).copied().collect();
+                    self.send(id, &Message::Meta { offset, bytes }, &[])
+                }
+                Action::SendFds { first } => self.send_fds(id, first),
+                Action::Hang => {
+                    if let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) {
+                        conn.socket = None;
+                    }
+                    true
+                }
+                Action::Forget => {
+                    self.conns.retain(|conn| conn.id != id);
+                    true
+                }
+                Action::Notify(notice) => {
+                    notices.push(notice);
+                    true
+                }
+            };
+            if !sent {
+                let actions = self.roster.on_closed(id);
+                return self.perform(id, actions, notices);
+            }
+        }
+    }
+
+    fn send_fds(&self, id: ConnId, first: u32) -> bool {
+        let rest = self.offer.fds.get(first as usize..).unwrap_or_default();
+        let fds: Vec<_> = rest.iter().take(FDS_PER_MESSAGE).map(AsFd::as_fd).collect();
+        let count_here = u16::try_from(fds.len()).unwrap_or(0);
+        let sent = self.send(id, &Message::Fds { first, count: count_here }, &fds);
+        if sent && first as usize + fds.len() == self.offer.fds.len() {
+            count(&self.watch.shared.counters.served);
+        }
+        sent
+    }
+
+    fn send(&self, id: ConnId, message: &Message, fds: &[BorrowedFd<'_>]) -> bool {
+        let conn = self.conns.iter().find(|conn| conn.id == id);
+        let Some(socket) = conn.and_then(|conn| conn.socket.as_ref()) else { return false };
+        match socket::send(socket.as_fd(), message, fds) {
+            Ok(()) => true,
+            Err(errno) => {
+                tracing::debug!(%errno, "hung up on a connection that takes no reply");
+                false
+            }
+        }
+    }
+
+    fn tell(&self, notices: Vec<Notice>) {
+        if notices.is_empty() {
+            return;
+        }
+        self.publish();
+        let hooks = &self.hooks;
+        for notice in notices {
+            match notice {
+                Notice::Joined(seat, incarnation) => {
+                    self.guarded(|| hooks.on_joined(seat, incarnation));
+                }
+                Notice::Died(seat, incarnation) => {
+                    count(&self.watch.shared.counters.deaths);
+                    tracing::warn!(seat, %incarnation, "a member died");
+                    self.guarded(|| hooks.on_death(seat, incarnation));
+                }
+                Notice::Left(seat, incarnation) => {
+                    count(&self.watch.shared.counters.leaves);
+                    self.guarded(|| hooks.on_leave(seat, incarnation));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn publish(&self) {
+        let peers = self.roster.members().filter_map(|(id, seat, incarnation)| {
+            let conn = self.conns.iter().find(|conn| conn.id == id)?;
+            Some((PeerInfo { seat, incarnation, pid: conn.pid }, Arc::clone(&conn.life)))
+        });
+        self.watch.publish(|table| {
+            table.peers = peers.collect();
+            table.fates = self.roster.fates().to_vec();
+        });
+    }
+
+    fn guarded<T>(&self, hook: impl FnOnce() -> T) -> Option<T> {
+        catch_unwind(AssertUnwindSafe(hook))
+            .map_err(|panic| self.watch.poison(panic_text(&*panic)))
+            .ok()
+    }
+}
+
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic".into())
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// The process's signal handlers run on the process's own threads.
+fn block_signals() {
+    let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: fills the set that `all` has room for.
+    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    // SAFETY: `all` was filled above; only the calling thread's mask changes.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), std::ptr::null_mut()) };
+}
