@@ -81,7 +81,7 @@ pub(crate) fn run(args: &Args, common: &Common) -> Result<Document, BenchError> 
         outcomes.push((*policy, row));
     }
     drop(progress);
-    report(&mut document, args, &trace, &capacities, &outcomes);
+    report(&mut document, args, &source, &trace, &capacities, &outcomes);
     Ok(document)
 }
 
@@ -115,6 +115,7 @@ fn describe(document: &mut Document, args: &Args, source: &TraceSource, trace: &
 fn report(
     document: &mut Document,
     args: &Args,
+    source: &TraceSource,
     trace: &Trace,
     capacities: &[usize],
     outcomes: &[(PolicyKind, Vec<Simulation>)],
@@ -158,9 +159,9 @@ fn report(
         let points = args.capacity_pct.iter().zip(hit(row));
         plot.line(policy.name(), points.map(|(percent, ratio)| (*percent, 100.0 * ratio)));
     }
-    let mut about = Table::new(["trace", "requests", "references", "unique", "best hit ratio %"]);
+    let mut about = Table::new(["source", "requests", "references", "unique", "best hit ratio %"]);
     about.row([
-        args.trace.clone(),
+        source.to_string(),
         trace.requests().len().to_string(),
         references.to_string(),
         trace.unique_blocks().to_string(),
