@@ -82,6 +82,12 @@ impl Control {
         (u128::from(a) | (u128::from(b) << 64)).to_le_bytes()
     }
 
+    /// Names the stay that holds a seat at the moment; `None` when nobody does.
+    #[must_use]
+    pub fn incarnation(&self, id: MemberId) -> Option<[u8; 16]> {
+        member::incarnation(&self.region, id)
+    }
+
     /// Takes the lowest free member record.
     ///
     /// # Errors

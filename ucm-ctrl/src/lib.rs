@@ -64,6 +64,8 @@ pub use key::{BlockId, Identity, Key, Namespace, ParallelAxis};
 pub use layout::{LAYOUT_VERSION, MAX_MEMBERS, MAX_POOLS};
 #[cfg(not(ucm_loom))]
 pub use lease::{Lease, LeaseOutcome, LeaseTicket, Redeemed};
+#[cfg(not(ucm_loom))]
+pub use member::WeakMember;
 pub use member::{Doorbell, Member, MemberSpec, MemberState, Role};
 pub use pool::{Acquired, Pool, PoolId, Prealloc, Presence, Removal, SlotId};
 pub use reap::Reaped;

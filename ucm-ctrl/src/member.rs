@@ -122,6 +122,8 @@ pub(crate) struct MemberInner {
     liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
     #[cfg(not(ucm_loom))]
     pub(crate) keeper: OnceLock<crate::lease::Keeper>,
+    /// Dropped last, after the record was given back.
+    guard: OnceLock<Box<dyn std::any::Any + Send + Sync>>,
 }
 
 const BUSY: u32 = u32::MAX;
@@ -137,6 +139,16 @@ pub(crate) fn free_record(region: &Region, except: &[u16]) -> Option<MemberId> {
             && !except.contains(&u16::from(*index))
     };
     (0..MAX_MEMBERS).filter_map(|i| u8::try_from(i).ok()).find(is_free).map(MemberId)
+}
+
+pub(crate) fn incarnation(region: &Region, id: MemberId) -> Option<[u8; 16]> {
+    let record = region.member(id.0)?;
+    let word = record.word.load(Ordering::SeqCst);
+    let mut halves = record.incarnation.iter().map(|half| half.load(Ordering::SeqCst));
+    let (lo, hi) = (halves.next()?, halves.next()?);
+    let steady = record.word.load(Ordering::SeqCst) == word;
+    (steady && MemberWord(word).state() == MemberState::Joined)
+        .then(|| crate::BlockId::from_halves(lo, hi).0)
 }
 
 pub(crate) fn join(
@@ -204,6 +216,7 @@ fn introduce(
         liveness: OnceLock::new(),
         #[cfg(not(ucm_loom))]
         keeper: OnceLock::new(),
+        guard: OnceLock::new(),
     };
     Member { inner: Arc::new(inner) }
 }
@@ -239,6 +252,19 @@ impl Member {
     /// freed by [`reap`](Self::reap). The first call counts.
     pub fn set_liveness(&self, liveness: std::sync::Arc<dyn Liveness>) {
         let _ = self.inner.liveness.set(liveness);
+    }
+
+    /// Keeps a value until the member record has been given back: what proves this member's life to
+    /// the others must outlive its use of the region. The first call counts.
+    pub fn keep_until_left(&self, guard: Box<dyn std::any::Any + Send + Sync>) {
+        let _ = self.inner.guard.set(guard);
+    }
+
+    /// A reference that does not keep the member.
+    #[cfg(not(ucm_loom))]
+    #[must_use]
+    pub fn downgrade(&self) -> WeakMember {
+        WeakMember(Arc::downgrade(&self.inner))
     }
 
     /// Pins this process holds, over all pools. Walks all slots: for inspection and tests.
@@ -284,6 +310,27 @@ impl Member {
             }
             doorbell.wait(ticket, deadline);
         }
+    }
+}
+
+/// A reference to a [`Member`] that does not keep it.
+#[cfg(not(ucm_loom))]
+#[derive(Clone)]
+pub struct WeakMember(std::sync::Weak<MemberInner>);
+
+#[cfg(not(ucm_loom))]
+impl WeakMember {
+    /// The member, if it has not left.
+    #[must_use]
+    pub fn upgrade(&self) -> Option<Member> {
+        self.0.upgrade().map(|inner| Member { inner })
+    }
+}
+
+#[cfg(not(ucm_loom))]
+impl fmt::Debug for WeakMember {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WeakMember").finish_non_exhaustive()
     }
 }
 
