@@ -23,6 +23,7 @@ pub(crate) struct Bounce {
 
 struct Inner {
     memory: Arc<dyn SlotMemory>,
+    total: usize,
     free: Mutex<BTreeSet<u32>>,
 }
 
@@ -48,7 +49,8 @@ impl Bounce {
         if range.is_empty() {
             return Self::none();
         }
-        Self { inner: Some(Arc::new(Inner { memory, free: Mutex::new(range.collect()) })) }
+        let (total, free) = (range.len(), Mutex::new(range.collect()));
+        Self { inner: Some(Arc::new(Inner { memory, total, free })) }
     }
 
     /// Whether there are buffers at all.
@@ -63,12 +65,12 @@ impl Bounce {
         Some(Lease { cell: Arc::new(Cell { inner: Arc::clone(inner), index }) })
     }
 
-    /// Free buffers.
-    #[cfg(test)]
-    pub(crate) fn free(&self) -> usize {
-        self.inner
-            .as_ref()
-            .map_or(0, |inner| inner.free.lock().unwrap_or_else(PoisonError::into_inner).len())
+    /// Buffers that somebody holds.
+    pub(crate) fn in_use(&self) -> u64 {
+        self.inner.as_ref().map_or(0, |inner| {
+            let free = inner.free.lock().unwrap_or_else(PoisonError::into_inner).len();
+            (inner.total - free) as u64
+        })
     }
 }
 

@@ -27,9 +27,6 @@ pub(crate) enum Event {
     CopyLost(Box<PlanBody>),
     /// End everything.
     Close,
-    /// Panic, to test what follows.
-    #[cfg(test)]
-    Panic,
 }
 
 /// The queue of events, and the bell that wakes the dispatcher.
@@ -103,6 +100,19 @@ impl Sink for Inbox {
     fn complete(&self, completed: Completed) {
         // A closed inbox gives the completion back; dropping it ends the IO of its memory.
         let _ = self.push(Event::Ended(completed));
+    }
+
+    fn complete_all(&self, batch: Vec<Completed>) {
+        let mut state = self.lock();
+        if state.closed {
+            return;
+        }
+        let ring = state.events.is_empty();
+        state.events.extend(batch.into_iter().map(Event::Ended));
+        drop(state);
+        if ring {
+            (self.bell)();
+        }
     }
 }
 

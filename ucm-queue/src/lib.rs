@@ -23,6 +23,8 @@ mod queue;
 mod rearrange;
 mod regions;
 mod task;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use dump::{DumpHandle, DumpProgress, DumpRef, DumpResult, DumpTask};
 pub use error::{ErrorKind, QueueError};

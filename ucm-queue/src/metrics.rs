@@ -97,6 +97,8 @@ counters! {
     quarantine_bytes,
     /// Fills given up while their read was in flight.
     abandoned_fills,
+    /// Bounce buffers in use now.
+    bounce_in_use,
     /// Keys preallocated in the idle window.
     preallocated,
     /// Keys the idle window looked at without reserving a slot.

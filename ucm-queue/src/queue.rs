@@ -49,8 +49,8 @@ pub struct Builder {
     max_shards: u64,
     max_dump_bytes: u64,
     grace: Duration,
-    #[cfg(test)]
-    pub(crate) panic_at_step: Option<u64>,
+    #[cfg(feature = "testing")]
+    panic_at_step: Option<u64>,
 }
 
 impl Builder {
@@ -113,24 +113,46 @@ impl Builder {
         self
     }
 
+    /// Makes the dispatcher panic at its `nth` step (from 0).
+    #[cfg(feature = "testing")]
+    pub fn panic_at_step(mut self, nth: u64) -> Self {
+        self.panic_at_step = Some(nth);
+        self
+    }
+
     /// Starts the dispatcher.
     ///
     /// # Errors
     /// `TooLarge` when the pool's shards do not fit into the slots or bounce buffers, `Start` when
     /// the slot memory has fewer slots than the pool, or no thread can be made.
     pub fn start(self) -> Result<LoadQueue, QueueError> {
+        let name = format!("ucm-queue-{}", self.rank);
+        let grace = self.grace;
+        let bell = self.member.doorbell();
+        let (shared, core) = self.assemble(Instant::now())?;
+        let driver = Driver {
+            bell,
+            inbox: shared.inbox.clone(),
+            engine: shared.engine.clone(),
+            vitals: shared.vitals.clone(),
+            grace,
+        };
+        let thread =
+            std::thread::Builder::new().name(name).spawn(move || driver.run(core)).map_err(
+                |error| QueueError::new(ErrorKind::Start, format!("no dispatcher thread: {error}")),
+            )?;
+        Ok(LoadQueue { shared, thread: Some(thread) })
+    }
+
+    /// The callers' side and the core, not yet driven by anybody.
+    pub(crate) fn assemble(self, now: Instant) -> Result<(Shared, Core), QueueError> {
         let bounds = self.bounds()?;
         let bell = self.member.doorbell();
-        let inbox = Inbox::new({
-            let bell = bell.clone();
-            move || bell.ring()
-        });
+        let inbox = Inbox::new(move || bell.ring());
         let metrics = Arc::new(Metrics::default());
-        let vitals = Arc::new(Vitals::default());
+        let depth = self.backend_depth.unwrap_or_else(|| self.backend.capabilities().depth);
         let limits = Limits {
-            backend_depth: self
-                .backend_depth
-                .unwrap_or_else(|| self.backend.capabilities().depth.max(1)),
+            backend_depth: depth.max(1),
             backend_bytes: self.backend_bytes,
             dump_depth: self.dump_depth,
             ranks: self.ranks,
@@ -143,6 +165,8 @@ impl Builder {
             }
             None => (Bounce::none(), Bounce::none()),
         };
+        let bounces = [load_bounce.clone(), dump_bounce.clone()];
+        self.engine.set_waker(Some(Waker::from(Arc::new(EngineWaker(inbox.clone())))));
         let parts = Parts {
             limits,
             pool: self.pool,
@@ -153,41 +177,21 @@ impl Builder {
             engine: self.engine.clone(),
             inbox: inbox.clone(),
             metrics: metrics.clone(),
+            #[cfg(feature = "testing")]
+            panic_at_step: self.panic_at_step,
         };
-        let core = Core::new(parts, Instant::now());
-        #[cfg(test)]
-        let core = {
-            let mut core = core;
-            core.panic_at_step = self.panic_at_step;
-            core
+        let shared = Shared {
+            bounds,
+            regions: Regions::default(),
+            bounces,
+            admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
+            inbox,
+            metrics,
+            vitals: Arc::default(),
+            engine: self.engine,
+            next_id: AtomicU64::new(1),
         };
-        let driver = Driver {
-            bell,
-            inbox: inbox.clone(),
-            engine: self.engine.clone(),
-            vitals: vitals.clone(),
-            grace: self.grace,
-        };
-        self.engine.set_waker(Some(Waker::from(Arc::new(EngineWaker(inbox.clone())))));
-        let thread = std::thread::Builder::new()
-            .name(format!("ucm-queue-{}", self.rank))
-            .spawn(move || driver.run(core))
-            .map_err(|error| {
-                QueueError::new(ErrorKind::Start, format!("no dispatcher thread: {error}"))
-            })?;
-        Ok(LoadQueue {
-            shared: Shared {
-                bounds,
-                regions: Regions::default(),
-                admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
-                inbox,
-                metrics,
-                vitals,
-                engine: self.engine,
-                next_id: AtomicU64::new(1),
-            },
-            thread: Some(thread),
-        })
+        Ok((shared, Core::new(parts, now)))
     }
 
     fn bounds(&self) -> Result<Bounds, QueueError> {
@@ -241,11 +245,13 @@ pub struct LoadQueue {
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+/// What submission works with.
+pub(crate) struct Shared {
     bounds: Bounds,
     regions: Regions,
     admission: Arc<Admission>,
-    inbox: Arc<Inbox>,
+    bounces: [Bounce; 2],
+    pub(crate) inbox: Arc<Inbox>,
     metrics: Arc<Metrics>,
     vitals: Arc<Vitals>,
     engine: Arc<dyn TransferEngine>,
@@ -279,7 +285,7 @@ impl LoadQueue {
             max_shards: 1 << 20,
             max_dump_bytes: 1 << 30,
             grace: Duration::from_secs(5),
-            #[cfg(test)]
+            #[cfg(feature = "testing")]
             panic_at_step: None,
         }
     }
@@ -289,10 +295,7 @@ impl LoadQueue {
     /// # Errors
     /// What the engine says.
     pub fn register(&self, memory: Memory) -> Result<RegionId, TransferError> {
-        let len = memory.len() as u64;
-        let region = self.shared.engine.register(memory)?;
-        self.shared.regions.insert(region, len);
-        Ok(region)
+        self.shared.register(memory)
     }
 
     /// Makes a region of `len` bytes that is registered with the engine already usable as source
@@ -301,18 +304,19 @@ impl LoadQueue {
         self.shared.regions.insert(region, len);
     }
 
+    /// Makes a region unusable for new tasks, without asking the engine: the other half of
+    /// [`add_region`](Self::add_region). Returns its length if it was usable.
+    pub fn remove_region(&self, region: RegionId) -> Option<u64> {
+        self.shared.regions.remove(region)
+    }
+
     /// Takes a region back. Tasks admitted before that name it and are not copied yet end
     /// `Recompute`.
     ///
     /// # Errors
     /// What the engine says: `Busy` while a copy uses it; it stays usable then.
     pub fn deregister(&self, region: RegionId) -> Result<(), TransferError> {
-        let len = self.shared.regions.remove(region);
-        let result = self.shared.engine.deregister(region);
-        if let (Err(_), Some(len)) = (&result, len) {
-            self.shared.regions.insert(region, len);
-        }
-        result
+        self.shared.deregister(region)
     }
 
     /// Submits a load task. Returns at once; the handle's requests end one by one.
@@ -320,15 +324,7 @@ impl LoadQueue {
     /// # Errors
     /// See [`ErrorKind`]: nothing was accepted, and the message has the numbers.
     pub fn submit(&self, task: Task) -> Result<TaskHandle, QueueError> {
-        self.counted(|shared| {
-            let share = shared.admission.load(task.shards())?;
-            let id = shared.next_id.fetch_add(1, Ordering::Relaxed);
-            let inbox = shared.inbox.clone();
-            let (prepared, handle) =
-                task.prepare(id, Instant::now(), &shared.bounds, &shared.regions, share, inbox)?;
-            shared.push(Event::Submit(prepared))?;
-            Ok(handle)
-        })
+        self.shared.submit(task, Instant::now())
     }
 
     /// Submits a dump task. Returns at once.
@@ -336,21 +332,13 @@ impl LoadQueue {
     /// # Errors
     /// See [`ErrorKind`]; `Busy` is the back-pressure: too many bytes of dumps have not ended.
     pub fn dump(&self, task: DumpTask) -> Result<DumpHandle, QueueError> {
-        self.counted(|shared| {
-            let (prepared, handle) =
-                task.prepare(&shared.bounds, &shared.regions, &shared.admission)?;
-            shared.push(Event::Dump(prepared))?;
-            shared.metrics.dump_tasks.add(1);
-            Ok(handle)
-        })
+        self.shared.dump(task)
     }
 
     /// What the queue has done and holds.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
-        let mut stats = self.shared.metrics.snapshot();
-        stats.dump_bytes_in_flight = self.shared.admission.dump_bytes_held();
-        stats
+        self.shared.stats()
     }
 
     /// Fails once the dispatcher is gone.
@@ -373,17 +361,6 @@ impl LoadQueue {
         }
     }
 
-    fn counted<T>(
-        &self,
-        submit: impl FnOnce(&Shared) -> Result<T, QueueError>,
-    ) -> Result<T, QueueError> {
-        let result = self.shared.check().and_then(|()| submit(&self.shared));
-        if let Err(error) = &result {
-            self.shared.metrics.reject(error.kind());
-        }
-        result
-    }
-
     fn shut_down(&mut self) {
         let Some(thread) = self.thread.take() else { return };
         self.shared.vitals.set(Health::Closed);
@@ -392,14 +369,61 @@ impl LoadQueue {
         // The thread catches its panics.
         let _ = thread.join();
     }
-
-    #[cfg(test)]
-    pub(crate) fn inject_panic(&self) {
-        let _ = self.shared.inbox.push(Event::Panic);
-    }
 }
 
 impl Shared {
+    pub(crate) fn register(&self, memory: Memory) -> Result<RegionId, TransferError> {
+        let len = memory.len() as u64;
+        let region = self.engine.register(memory)?;
+        self.regions.insert(region, len);
+        Ok(region)
+    }
+
+    fn deregister(&self, region: RegionId) -> Result<(), TransferError> {
+        let len = self.regions.remove(region);
+        let result = self.engine.deregister(region);
+        if let (Err(_), Some(len)) = (&result, len) {
+            self.regions.insert(region, len);
+        }
+        result
+    }
+
+    pub(crate) fn submit(&self, task: Task, now: Instant) -> Result<TaskHandle, QueueError> {
+        self.counted(|| {
+            let share = self.admission.load(task.shards())?;
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let inbox = self.inbox.clone();
+            let (prepared, handle) =
+                task.prepare(id, now, &self.bounds, &self.regions, share, inbox)?;
+            self.push(Event::Submit(prepared))?;
+            Ok(handle)
+        })
+    }
+
+    pub(crate) fn dump(&self, task: DumpTask) -> Result<DumpHandle, QueueError> {
+        self.counted(|| {
+            let (prepared, handle) = task.prepare(&self.bounds, &self.regions, &self.admission)?;
+            self.push(Event::Dump(prepared))?;
+            self.metrics.dump_tasks.add(1);
+            Ok(handle)
+        })
+    }
+
+    pub(crate) fn stats(&self) -> QueueStats {
+        let mut stats = self.metrics.snapshot();
+        stats.dump_bytes_in_flight = self.admission.dump_bytes_held();
+        stats.bounce_in_use = self.bounces.iter().map(Bounce::in_use).sum();
+        stats
+    }
+
+    fn counted<T>(&self, submit: impl FnOnce() -> Result<T, QueueError>) -> Result<T, QueueError> {
+        let result = self.check().and_then(|()| submit());
+        if let Err(error) = &result {
+            self.metrics.reject(error.kind());
+        }
+        result
+    }
+
     fn check(&self) -> Result<(), QueueError> {
         match self.vitals.health() {
             Health::Alive => Ok(()),

@@ -111,7 +111,6 @@ pub(super) struct Copier {
     snaps: VecDeque<Snap>,
     loads_in_flight: usize,
     snaps_in_flight: usize,
-    unwanted: bool,
     completions: Vec<Completion>,
 }
 
@@ -130,7 +129,6 @@ impl Copier {
             snaps: VecDeque::new(),
             loads_in_flight: 0,
             snaps_in_flight: 0,
-            unwanted: false,
             completions: Vec::new(),
         }
     }
@@ -140,11 +138,6 @@ impl Copier {
             && self.snaps.is_empty()
             && self.loads_in_flight == 0
             && self.snaps_in_flight == 0
-    }
-
-    /// Some queued copy may have lost its last reader.
-    pub(super) fn has_unwanted(&mut self) {
-        self.unwanted = true;
     }
 
     fn push_load(&mut self, job: Job) {
@@ -233,9 +226,6 @@ impl Core {
 
     /// Submits all queued copies, as far as the engine takes them: loads first.
     pub(super) fn submit_copies(&mut self) {
-        if std::mem::take(&mut self.copier.unwanted) {
-            self.drop_unwanted_copies();
-        }
         self.submit_load_copies(false);
         while self.copier.snaps_in_flight < self.copier.snap_plans {
             let Some((body, items)) = self.plan_snaps() else { return };
@@ -258,7 +248,8 @@ impl Core {
         }
     }
 
-    fn drop_unwanted_copies(&mut self) {
+    /// Drops the queued copies that no live request wants.
+    pub(super) fn drop_unwanted_copies(&mut self) {
         let Self { copier, tasks, .. } = self;
         copier.loads.retain(|job| {
             let wanted = tasks.get(&job.task).is_some_and(|task| task.is_wanted(job.unit));
@@ -396,8 +387,7 @@ impl Core {
         match work {
             Work::Loads(jobs) => {
                 self.copier.loads_in_flight -= 1;
-                self.release(guards);
-                self.loads_ended(jobs, failure);
+                self.loads_ended(jobs, guards, failure);
             }
             Work::Snaps(snaps) => {
                 self.copier.snaps_in_flight -= 1;
@@ -406,6 +396,7 @@ impl Core {
         }
     }
 
+    /// Counts the copies of a plan as ended.
     fn release(&mut self, guards: Vec<(u64, CopyGuard)>) {
         for (task, guard) in guards {
             let request = guard.request();
@@ -415,27 +406,34 @@ impl Core {
         }
     }
 
-    fn loads_ended(&mut self, jobs: Vec<Job>, failure: Option<FailKind>) {
+    fn loads_ended(
+        &mut self,
+        jobs: Vec<Job>,
+        guards: Vec<(u64, CopyGuard)>,
+        failure: Option<FailKind>,
+    ) {
         let shared = jobs.len() > 1;
+        let mut ended = Vec::with_capacity(jobs.len());
         for mut job in jobs {
-            match failure {
-                Some(_) if shared => {
-                    // One bad piece fails the plan: find out which by copying each alone.
-                    job.alone = true;
-                    self.parts.metrics.copy_retries.add(1);
-                    self.copier.push_load(job);
-                }
-                None if job.planned < job.dsts.end => {
-                    job.dsts.start = job.planned;
-                    self.copier.push_load_front(job);
-                }
-                _ => {
-                    let Job { task, unit, origin, source, .. } = job;
-                    // Pins are gone before the request can end.
-                    drop(source);
-                    self.unit_ended(task, unit, failure.map_or(Ok(origin), Err));
-                }
+            let wanted = self.tasks.get(&job.task).is_some_and(|task| task.is_wanted(job.unit));
+            if wanted && failure.is_some() && shared {
+                // One bad piece fails the plan: find out which by copying each alone.
+                job.alone = true;
+                self.parts.metrics.copy_retries.add(1);
+                self.copier.push_load(job);
+            } else if wanted && failure.is_none() && job.planned < job.dsts.end {
+                job.dsts.start = job.planned;
+                self.copier.push_load_front(job);
+            } else {
+                let Job { task, unit, origin, source, .. } = job;
+                // Pins go before any request can end.
+                drop(source);
+                ended.push((task, unit, failure.map_or(Ok(origin), Err)));
             }
+        }
+        self.release(guards);
+        for (task, unit, result) in ended {
+            self.unit_ended(task, unit, result);
         }
     }
 

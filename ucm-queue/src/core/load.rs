@@ -150,12 +150,16 @@ impl Core {
         bytes.add(len);
     }
 
+    /// Ends a request, unless it has ended already.
     fn end_request(&self, task: &mut LoadTask, index: u32, outcome: Outcome) {
         let Some(request) = task.prepared.reqs.get_mut(index as usize) else { return };
-        if request.ended {
-            return;
+        if !std::mem::replace(&mut request.ended, true) {
+            self.tell(task, index, outcome);
         }
-        request.ended = true;
+    }
+
+    /// Tells the caller about the end of a request that is marked as ended.
+    fn tell(&self, task: &mut LoadTask, index: u32, outcome: Outcome) {
         task.open_requests -= 1;
         let metrics = &self.parts.metrics;
         match outcome {
@@ -176,22 +180,25 @@ impl Core {
         }
     }
 
+    /// Ends all requests of a task.
     pub(super) fn cancel(&mut self, id: u64) {
-        let requests = self.tasks.get(&id).map_or(0, |task| task.prepared.reqs.len());
-        for request in (0_u32..).take(requests) {
-            self.end_early(id, request, Early::Cancelled);
-        }
+        let Some(task) = self.tasks.get(&id) else { return };
+        let all = (0_u32..).take(task.prepared.reqs.len()).map(|request| (id, request));
+        self.end_early(&all.collect::<Vec<_>>(), Early::Cancelled);
     }
 
     /// Ends the requests whose time is over.
     pub(super) fn expire(&mut self) {
-        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied() {
-            if at > self.now {
-                return;
-            }
-            self.step();
+        let mut over = Vec::new();
+        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied()
+            && at <= self.now
+        {
             self.deadlines.pop();
-            self.end_early(id, request, Early::Deadline);
+            over.push((id, request));
+        }
+        if !over.is_empty() {
+            self.step();
+            self.end_early(&over, Early::Deadline);
         }
     }
 
@@ -210,39 +217,51 @@ impl Core {
         None
     }
 
-    fn end_early(&mut self, id: u64, index: u32, why: Early) {
-        let Some(mut task) = self.tasks.remove(&id) else { return };
-        if let Some(request) = task.prepared.reqs.get_mut(index as usize)
-            && !request.ended
-        {
-            let copying = request.copying > 0;
-            if why == Early::Cancelled && copying {
-                request.cancelling = true;
-            } else {
-                let outcome = match why {
-                    Early::Cancelled => Outcome::Cancelled,
-                    Early::Deadline if copying => Outcome::Stuck,
-                    Early::Deadline => Outcome::Deadline,
-                };
-                self.end_request(&mut task, index, outcome);
+    /// Ends requests before their units. What only they held is released before they hear of it.
+    fn end_early(&mut self, which: &[(u64, u32)], why: Early) {
+        let mut ended = Vec::new();
+        for &(id, index) in which {
+            let Some(task) = self.tasks.get_mut(&id) else { continue };
+            let Some(request) = task.prepared.reqs.get_mut(index as usize) else { continue };
+            if request.ended {
+                continue;
             }
-            self.drop_unwanted(id, &mut task, index, why);
+            let outcome = match (why, request.copying > 0) {
+                (Early::Cancelled, true) => {
+                    request.cancelling = true;
+                    continue;
+                }
+                (Early::Cancelled, false) => Outcome::Cancelled,
+                (Early::Deadline, true) => Outcome::Stuck,
+                (Early::Deadline, false) => Outcome::Deadline,
+            };
+            request.ended = true;
+            ended.push((id, index, outcome));
         }
-        self.keep(id, task);
+        for &(id, index) in which {
+            self.drop_unwanted(id, index, why);
+        }
+        self.drop_unwanted_copies();
+        for (id, index, outcome) in ended {
+            let Some(mut task) = self.tasks.remove(&id) else { continue };
+            self.tell(&mut task, index, outcome);
+            self.keep(id, task);
+        }
     }
 
     /// Stops what only request `index` wanted. Operations in flight go on, on their own.
-    fn drop_unwanted(&mut self, id: u64, task: &mut LoadTask, index: u32, why: Early) {
-        let Some(request) = task.prepared.reqs.get(index as usize) else { return };
+    fn drop_unwanted(&mut self, id: u64, index: u32, why: Early) {
+        let Some(mut task) = self.tasks.remove(&id) else { return };
+        let units = task.prepared.reqs.get(index as usize).map_or(0..0, |req| req.units.clone());
         let mut waiting = false;
-        for at in request.units.clone() {
+        for at in units {
             let Some(&index) = task.prepared.request_units.get(at as usize) else { continue };
             if task.is_wanted(index) {
                 continue;
             }
             let Some(unit) = task.prepared.units.get_mut(index as usize) else { continue };
             match unit.state {
-                // The copier drops what nobody wants before it submits.
+                // The copier drops what nobody wants.
                 UnitState::Done | UnitState::Copying => continue,
                 UnitState::Unresolved => {}
                 UnitState::Waiting => waiting = true,
@@ -253,9 +272,9 @@ impl Core {
             task.unsent = task.unsent.saturating_sub(1);
         }
         if waiting {
-            self.drop_waits(id, task);
+            self.drop_waits(id, &task);
         }
-        self.copier.has_unwanted();
+        self.tasks.insert(id, task);
     }
 
     /// A copy into a destination of this request has ended.

@@ -59,6 +59,9 @@ pub(crate) struct Parts {
     pub(crate) engine: Arc<dyn TransferEngine>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) metrics: Arc<Metrics>,
+    /// Panic at this step.
+    #[cfg(feature = "testing")]
+    pub(crate) panic_at_step: Option<u64>,
 }
 
 /// What the driver must do after a turn.
@@ -97,8 +100,6 @@ pub(crate) struct Core {
     dumps: VecDeque<DumpItem>,
     /// Dumps whose bytes are in a slot or buffer, still to be given to the backend.
     durables: VecDeque<Durable>,
-    #[cfg(test)]
-    pub(crate) panic_at_step: Option<u64>,
 }
 
 /// A task being worked on.
@@ -142,8 +143,6 @@ impl Core {
             prewarm: VecDeque::new(),
             dumps: VecDeque::new(),
             durables: VecDeque::new(),
-            #[cfg(test)]
-            panic_at_step: None,
         }
     }
 
@@ -213,8 +212,6 @@ impl Core {
             Event::Ended(completed) => self.ended(completed),
             Event::CopyLost(body) => self.copy_lost(*body),
             Event::Close => self.close(),
-            #[cfg(test)]
-            Event::Panic => panic!("injected panic"),
         }
     }
 
@@ -242,8 +239,8 @@ impl Core {
 
     /// A named point of the core's work: tests make it panic there.
     fn step(&mut self) {
-        #[cfg(test)]
-        if let Some(left) = &mut self.panic_at_step {
+        #[cfg(feature = "testing")]
+        if let Some(left) = &mut self.parts.panic_at_step {
             assert!(*left > 0, "injected panic at a step");
             *left -= 1;
         }

@@ -1,0 +1,15 @@
+//! Integration tests of the queue, through its public API and the real cache, engine and thread.
+
+#![expect(clippy::unwrap_used, reason = "a failure in a test is a failed test")]
+
+mod support;
+
+mod cancel;
+mod dump;
+mod failure;
+mod idle;
+mod load;
+mod poison;
+mod random;
+mod refuse;
+mod rotation;
