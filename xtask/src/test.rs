@@ -12,7 +12,8 @@ use crate::{
     workspace::Workspace,
 };
 
-const JUNIT: &str = "nextest/default/junit.xml";
+/// nextest writes below the workspace root, wherever the target folder is.
+const JUNIT: &str = "target/nextest/default/junit.xml";
 const CLOSING_LINE: &str = "xtask/tests.txt";
 
 /// Options of `cargo xtask test`.
@@ -70,7 +71,7 @@ fn with_nextest(
     workspace: &Workspace,
     summary: &mut Summary,
 ) -> Result<bool, Failure> {
-    let junit = workspace.target().join(JUNIT);
+    let junit = workspace.root().join(JUNIT);
     match fs::remove_file(&junit) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return fail(format!("cannot remove the old {}: {error}", junit.display()));

@@ -1,7 +1,8 @@
 //! Reasons for dependencies.
 //!
 //! Owns: the comparison of `cargo metadata` with `docs/dependencies.md`.
-//! **Invariant:** no crate is depended on without a written reason.
+//! **Invariant:** no crate is depended on without a written reason, and no reason outlives its
+//! crate (rows below "Chosen, not used yet" are plans).
 
 use std::collections::BTreeSet;
 
@@ -19,27 +20,39 @@ pub(super) fn check(workspace: &Workspace, files: &Files) -> Vec<String> {
         .filter(|dependency| dependency.path.is_none())
         .map(|dependency| dependency.name.as_str())
         .collect();
-    missing(used, files.text(DOCUMENT).unwrap_or(""))
+    compare(&used, files.text(DOCUMENT).unwrap_or(""))
 }
 
-fn missing<'a>(used: impl IntoIterator<Item = &'a str>, document: &str) -> Vec<String> {
-    let rows: Vec<&str> =
-        document.lines().filter_map(|line| line.strip_prefix("| ")?.split(" | ").next()).collect();
-    used.into_iter()
-        .filter(|name| !rows.iter().any(|row| row.contains(&format!("`{name}`"))))
+fn compare(used: &BTreeSet<&str>, document: &str) -> Vec<String> {
+    let present = document.split("\n## Chosen").next().unwrap_or(document);
+    // The first cell of a row names one or more crates in backticks.
+    let documented: BTreeSet<&str> = present
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
+        .flat_map(|cell| cell.split('`').skip(1).step_by(2))
+        .collect();
+    let missing = used.difference(&documented);
+    let stale = documented.difference(used);
+    missing
         .map(|name| format!("{DOCUMENT}: no row says why `{name}` is used"))
+        .chain(stale.map(|name| format!("{DOCUMENT}: `{name}` is not used any more")))
         .collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::missing;
+    use std::collections::BTreeSet;
+
+    use super::compare;
 
     #[test]
-    fn only_a_row_of_its_own_counts() {
-        let document = "| crate | why |\n|---|---|\n| `a`, `b` | not `c` |\nalso `d`\n";
-        let problems = missing(["a", "b", "c", "d"], document);
-        assert_eq!(problems.len(), 2, "{problems:?}");
-        assert!(problems[0].contains("`c`") && problems[1].contains("`d`"));
+    fn missing_and_stale_rows_are_found() {
+        let document = "| crate | why |\n|---|---|\n| `a`, `b` | not `c` |\n| `old` | gone |\n\
+                        also `d`\n\n## Chosen, not used yet\n\n| `plan` | later |\n";
+        let problems = compare(&BTreeSet::from(["a", "b", "c", "d"]), document);
+        assert_eq!(problems.len(), 3, "{problems:?}");
+        for (problem, name) in problems.iter().zip(["`c`", "`d`", "`old`"]) {
+            assert!(problem.contains(name), "{problem}");
+        }
     }
 }
