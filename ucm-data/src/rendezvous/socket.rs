@@ -133,7 +133,8 @@ impl Receiver {
         let result = loop {
             let mut slices = [IoSliceMut::new(&mut self.bytes)];
             match rustix::net::recvmsg(socket, &mut slices, &mut control, flags) {
-                Err(Errno::INTR) => {}
+                // A peer that closed with unread messages: reported once, ahead of what it had sent.
+                Err(Errno::INTR | Errno::CONNRESET) => {}
                 other => break other,
             }
         };
@@ -218,6 +219,21 @@ mod tests {
         );
         // The passed write end was closed by the kernel: end of file.
         assert_eq!(rustix::io::read(&reader, &mut [0; 1]).unwrap(), 0);
+    }
+
+    #[test]
+    fn a05_what_a_peer_said_before_it_closed_is_heard_even_if_it_read_nothing() {
+        let (left, right) = pair();
+        send(right.as_fd(), &Message::WantFds { first: 0 }, &[]).unwrap();
+        send(left.as_fd(), &Message::Bye, &[]).unwrap();
+        drop(left);
+        let mut receiver = Receiver::without_fds();
+        let received = receiver.receive(right.as_fd());
+        assert!(
+            matches!(received, Received::Message { message: Message::Bye, .. }),
+            "{received:?}"
+        );
+        assert!(matches!(receiver.receive(right.as_fd()), Received::Closed));
     }
 
     #[test]

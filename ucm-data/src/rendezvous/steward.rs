@@ -365,9 +365,11 @@ impl Steward {
         let conn = self.conns.iter().find(|conn| conn.id == id);
         let Some(socket) = conn.and_then(|conn| conn.socket.as_ref()) else { return false };
         match socket::send(socket.as_fd(), message, fds) {
-            Ok(()) => true,
+            // The peer has closed, but what it said before is still in the queue: it may have sat
+            // down, and then its end must be heard of.
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => true,
             Err(errno) => {
-                tracing::debug!(%errno, "hung up on a connection that takes no reply");
+                tracing::warn!(%errno, "hung up on a connection that takes no reply");
                 false
             }
         }

@@ -1,0 +1,4 @@
+//! Integration tests in one process, public API only.
+
+mod registration;
+mod segments;

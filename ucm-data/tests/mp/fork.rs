@@ -1,0 +1,65 @@
+//! D9: fork without exec.
+
+use crate::child::say;
+use crate::parent::{Instance, Proc};
+
+/// In a child: forks; the grandchild drops its copy of the membership and goes on living until its
+/// standard input is closed.
+pub(crate) fn fork_in_child<T>(member: Option<T>) {
+    // SAFETY: the grandchild is single-threaded and uses only what works after fork here: dropping
+    // the copies, writing to a pipe, reading from a pipe.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        drop(member);
+        say("forked");
+        let mut byte = [0u8; 1];
+        loop {
+            let stdin = std::io::stdin();
+            match rustix::io::read(std::os::fd::AsFd::as_fd(&stdin), &mut byte) {
+                Ok(0) | Err(_) => break,
+                Ok(_) => {}
+            }
+        }
+        // SAFETY: ends the grandchild without running anything of its parent.
+        unsafe { libc::_exit(0) };
+    }
+    // The parent keeps its stay, and leaves reading the commands to the grandchild.
+    let _stay = std::mem::ManuallyDrop::new(member);
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn d9_a_forked_child_cannot_leave_for_its_parent_nor_keep_it_alive() {
+    let instance = Instance::new();
+    let mut observer = Proc::start();
+    observer.enter(&instance.dir());
+    let mut parent = Proc::start();
+    let entered = parent.enter(&instance.dir());
+    parent.ask("fork", "forked");
+    // The grandchild dropped its copy of the membership: nobody may have heard a leave.
+    assert!(observer.events().iter().all(|event| !event.starts_with("left")));
+    assert_eq!(observer.ask("alive seat=1", "alive"), "true");
+    // A joiner is still answered by the parent's steward.
+    let mut joiner = Proc::start();
+    assert!(!joiner.enter(&instance.dir()).created);
+    joiner.leave();
+    // The parent dies, the grandchild lives on: the death is seen at once.
+    parent.kill_now();
+    assert_eq!(observer.expect("event died"), format!("1 {}", entered.stay));
+}
+
+#[test]
+fn d9_when_all_members_are_dead_a_forked_child_does_not_hold_the_cache() {
+    let instance = Instance::new();
+    let mut parent = Proc::start();
+    let boot = parent.enter(&instance.dir()).boot;
+    parent.ask("fork", "forked");
+    parent.kill_now();
+    // The grandchild inherited listener, lock and memory; none of them may count.
+    let mut next = Proc::start();
+    let entered = next.enter(&instance.dir());
+    assert!(entered.created);
+    assert_ne!(entered.boot, boot);
+}

@@ -1,0 +1,245 @@
+//! Entering: who creates, who joins, who is refused.
+
+use std::time::Duration;
+
+use crate::child::say;
+use crate::parent::{Instance, Proc, is_root, skip};
+
+#[test]
+fn the_first_creates_the_others_join_and_all_see_the_same_bytes() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start()];
+    let entered = procs.each_mut().map(|proc| proc.enter(&instance.dir()));
+    assert_eq!(entered.each_ref().map(|e| e.created), [true, false, false]);
+    assert_eq!(entered.each_ref().map(|e| e.seat), [0, 1, 2]);
+    assert!(entered.iter().all(|e| e.boot == entered[0].boot));
+    for (proc, slot) in procs.iter_mut().zip([3, 7, 15]) {
+        proc.write(slot, u64::from(slot) * 1_000_003);
+    }
+    for proc in &mut procs {
+        for slot in [3, 7, 15] {
+            assert_eq!(proc.read(slot), u64::from(slot) * 1_000_003);
+        }
+    }
+    assert_eq!(instance.files(), [""; 0]);
+    let [mut first, second, third] = procs;
+    assert_eq!(first.ask("peers", "peers"), "1,2");
+    second.finish();
+    third.finish();
+}
+
+#[test]
+fn d8_another_layout_is_refused_with_both_versions_named_and_replaces_it_when_all_are_dead() {
+    let instance = Instance::new();
+    let mut old = Proc::start();
+    old.enter_with(&instance.dir(), "version=7");
+    let mut new = Proc::start();
+    let text = new.refused(&instance.dir(), "version=8");
+    assert!(text.contains("kind=Layout"), "{text}");
+    for word in ["layout version 7", "test-layout-7", "layout version 8", "test-layout-8"] {
+        assert!(text.contains(word), "'{word}' is missing: {text}");
+    }
+    assert!(old.ask("stats", "stats").contains("refused_layout: 1"));
+    old.kill();
+    assert!(new.enter_with(&instance.dir(), "version=8").created);
+}
+
+#[test]
+fn d12_a_scheduler_waits_until_somebody_creates() {
+    let instance = Instance::new();
+    let mut scheduler = Proc::start();
+    scheduler.begin_enter(&instance.dir(), "absent=wait unmapped=1");
+    let mut rank = Proc::start();
+    let created = rank.enter(&instance.dir());
+    assert!(created.created);
+    let joined = scheduler.entered();
+    assert!(!joined.created);
+    assert_eq!(joined.boot, created.boot);
+}
+
+#[test]
+fn d12_a_scheduler_may_create_and_the_rank_joins_it() {
+    let instance = Instance::new();
+    let mut scheduler = Proc::start();
+    assert!(scheduler.enter_with(&instance.dir(), "absent=create unmapped=1").created);
+    let maps = scheduler.ask("resources", "resources");
+    assert!(maps.contains("maps: 0"), "{maps}");
+    let mut rank = Proc::start();
+    assert!(!rank.enter_with(&instance.dir(), "absent=wait").created);
+}
+
+#[test]
+fn d12_waiting_ends_at_its_deadline_with_a_typed_error() {
+    let instance = Instance::new();
+    let mut scheduler = Proc::start();
+    let text = scheduler.refused(&instance.dir(), "absent=wait deadline=80");
+    assert!(text.contains("kind=Deadline") && text.contains("nobody created"), "{text}");
+    assert!(text.contains(&instance.dir().display().to_string()), "{text}");
+}
+
+#[test]
+fn a_seat_that_is_taken_is_a_typed_error_and_the_record_is_given_back() {
+    let instance = Instance::new();
+    let mut first = Proc::start();
+    first.enter(&instance.dir());
+    let mut second = Proc::start();
+    for seat in [0, 128] {
+        let text = second.refused(&instance.dir(), &format!("seat={seat}"));
+        assert!(text.contains("kind=Seat") && text.contains("abandoned=1"), "{text}");
+    }
+    assert_eq!(second.enter(&instance.dir()).seat, 1);
+}
+
+#[test]
+fn many_descriptors_are_passed_in_pieces() {
+    let instance = Instance::new();
+    let mut first = Proc::start();
+    // 400 segments of one slot and 250 more: four messages, and a geometry in several pieces.
+    let shape = "slots=400 segment=4096 fds=250";
+    first.enter_with(&instance.dir(), shape);
+    first.write(399, 42);
+    let mut second = Proc::start();
+    assert!(!second.enter_with(&instance.dir(), shape).created);
+    assert_eq!(second.read(399), 42);
+}
+
+#[test]
+fn a18_too_few_descriptors_is_a_typed_error_that_can_be_retried_and_leaks_nothing() {
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    let shape = "slots=3 segment=4096";
+    member.enter_with(&instance.dir(), shape);
+    let mut joiner = Proc::start();
+    // Warm up: what a first entry installs for the life of the process.
+    joiner.enter_with(&instance.dir(), shape);
+    joiner.leave();
+    let open = joiner.ask("resources", "resources");
+    let mut refusals = 0;
+    for spare in 0.. {
+        assert!(spare < 40, "40 spare descriptors do not suffice");
+        joiner.ask(&format!("nofile spare={spare}"), "nofile");
+        joiner.begin_enter(&instance.dir(), shape);
+        let Some(text) = joiner.refused_or_entered() else { break };
+        assert!(text.contains("kind=DescriptorLimit"), "spare {spare}: {text}");
+        assert!(text.contains("RLIMIT_NOFILE"), "spare {spare}: {text}");
+        joiner.ask("nofile spare=200", "nofile");
+        assert_eq!(joiner.ask("resources", "resources"), open, "spare {spare}: leak");
+        refusals += 1;
+    }
+    // Directory, socket, pidfd, three descriptors, …: each missing one was met.
+    assert!(refusals >= 6, "only {refusals} limits were met");
+    joiner.leave();
+    joiner.ask("nofile spare=200", "nofile");
+    assert_eq!(joiner.ask("resources", "resources"), open);
+}
+
+#[test]
+fn a18_a_thousand_failed_attempts_leak_nothing_on_either_side() {
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    let shape = "slots=3 segment=4096";
+    member.enter_with(&instance.dir(), shape);
+    let before = member.ask("resources", "resources");
+    let mut joiner = Proc::start();
+    joiner.enter_with(&instance.dir(), shape);
+    joiner.leave();
+    // Directory, socket and pidfd fit, and one or two of the three segments.
+    joiner.ask("nofile spare=5", "nofile");
+    let text =
+        joiner.ask(&format!("cycle dir={} count=1000 {shape}", instance.dir().display()), "cycled");
+    assert!(text.contains("failures=1001") && text.contains("same=true"), "{text}");
+    joiner.ask("nofile spare=200", "nofile");
+    joiner.enter_with(&instance.dir(), shape);
+    joiner.leave();
+    assert_eq!(member.ask("resources", "resources"), before);
+    assert!(member.ask("check", "check").contains("ok"));
+}
+
+#[test]
+fn d10_a_joiner_of_another_user_is_refused_by_the_directory_and_by_credentials() {
+    if !is_root() {
+        return skip("d10: needs root to start a process of another user");
+    }
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    member.enter(&instance.dir());
+    // The other user must be able to execute a copy of this program.
+    let public = tempfile::Builder::new()
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o755))
+        .tempdir()
+        .unwrap();
+    let exe = public.path().join("mp");
+    std::fs::copy(std::env::current_exe().unwrap(), &exe).unwrap();
+    let mut stranger = Proc::start_as(65_534, &exe);
+    let text = stranger.refused(&instance.dir(), "");
+    assert!(text.contains("kind=Denied"), "{text}");
+    assert!(text.contains(&instance.dir().display().to_string()), "{text}");
+    // Past the directory: straight to the socket, whose abstract name anybody can guess.
+    use std::os::unix::fs::MetadataExt;
+    let meta = std::fs::metadata(instance.dir()).unwrap();
+    let name = format!("ucm-{:x}-{:x}-0", meta.dev(), meta.ino());
+    let reply = stranger.ask(&format!("knock dir={name} seat=0"), "knocked");
+    // Magic, kind 3 (refuse), reason 1 (credentials).
+    assert!(reply.starts_with("75636d520301"), "{reply}");
+    assert!(member.ask("stats", "stats").contains("refused_credentials: 1"));
+    assert_eq!(member.ask("peers", "peers"), "");
+}
+
+/// Child: connects to an abstract name and reports the first reply in hex.
+pub(crate) fn knock_in_child(name: &str, _seat: u16) {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+    let flags = SocketFlags::CLOEXEC;
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+    rustix::net::connect(&socket, &address).unwrap();
+    let mut bytes = [0; 4096];
+    let len = rustix::io::read(&socket, &mut bytes).unwrap();
+    let hex: String = bytes[..len].iter().map(|byte| format!("{byte:02x}")).collect();
+    // Then the connection must be closed.
+    assert_eq!(rustix::io::read(&socket, &mut bytes).unwrap(), 0);
+    say(&format!("knocked {hex}"));
+}
+
+#[test]
+fn another_network_namespace_is_a_typed_error_and_files_work_across_it() {
+    if !is_root() {
+        return skip("network namespace: needs root");
+    }
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    let created = member.enter(&instance.dir());
+    let mut far = Proc::start();
+    if far.ask("net", "net") != "0" {
+        return skip("network namespace: unshare(CLONE_NEWNET) is not allowed here");
+    }
+    let text = far.refused(&instance.dir(), "");
+    assert!(text.contains("kind=Unreachable") && text.contains("Files"), "{text}");
+    // The live cache is as it was.
+    let mut near = Proc::start();
+    assert_eq!(near.enter(&instance.dir()).boot, created.boot);
+
+    let other = Instance::new();
+    let mut member = Proc::start();
+    let created = member.enter_with(&other.dir(), "sockets=files");
+    member.write(1, 77);
+    assert_eq!(far.enter_with(&other.dir(), "sockets=files").boot, created.boot);
+    assert_eq!(far.read(1), 77);
+}
+
+#[test]
+fn two_instances_never_meet() {
+    let (x, y) = (Instance::new(), Instance::new());
+    let mut a = Proc::start();
+    let mut b = Proc::start();
+    let first = a.enter(&x.dir());
+    let second = b.enter(&y.dir());
+    assert!(first.created && second.created);
+    assert_ne!(first.boot, second.boot);
+    a.write(0, 1);
+    b.write(0, 2);
+    assert_eq!((a.read(0), b.read(0)), (1, 2));
+}
+
+/// Watchdog for whole tests that loop.
+pub(crate) const ROUND_LIMIT: Duration = Duration::from_secs(120);

@@ -1,0 +1,12 @@
+//! Tests with real processes: this binary starts itself again as a child (`child::entry`), talks to
+//! it over pipes, and ends it with real signals.
+
+mod child;
+mod crowd;
+mod death;
+mod fork;
+mod joining;
+mod limits;
+mod pages;
+mod parent;
+mod steward;
