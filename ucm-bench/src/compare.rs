@@ -192,25 +192,16 @@ fn compare_documents(
     alpha: f64,
 ) -> Vec<Change> {
     let mut changes = Vec::new();
-    for (field, value) in before.results().iter() {
+    for (field, first) in before.results().numbers() {
         let base = field.strip_suffix("_min").or_else(|| field.strip_suffix("_max"));
         if base.is_some_and(|base| before.samples().contains_key(base)) {
             continue;
         }
-        let other = after.results().field(field);
-        let (Some(first), Some(second)) = (value.as_f64(), other.and_then(Value::as_f64)) else {
-            continue;
-        };
-        let samples = before.samples().get(field).zip(after.samples().get(field));
+        let Some(second) = after.results().path(&field).and_then(Value::as_f64) else { continue };
+        let samples = before.samples().get(&field).zip(after.samples().get(&field));
         let p = samples.map(|(first, second)| rank_sum_p(first, second));
-        let mut change = Change {
-            document: name.to_owned(),
-            field: field.to_owned(),
-            first,
-            second,
-            p,
-            verdict: Verdict::Same,
-        };
+        let mut change =
+            Change { document: name.to_owned(), field, first, second, p, verdict: Verdict::Same };
         change.verdict = verdict(&change, floor, alpha);
         changes.push(change);
     }
@@ -250,6 +241,8 @@ fn more_is_better(field: &str) -> Option<bool> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::Value;
+
     use super::{Document, RunFile, Verdict, compare};
     use crate::{env::Env, figure::Figure};
 
@@ -312,10 +305,14 @@ mod tests {
     fn exact_values_need_no_test() {
         let mut first = document("trace", &[]);
         first.result("wrong_bytes", 0);
+        first.result("hit_ratio", vec![0.1, 0.2]);
         let mut second = document("trace", &[]);
         second.result("wrong_bytes", 7);
+        second.result("hit_ratio", vec![Value::Null, 0.3.into()]);
         let runs = [RunFile::new(vec![first]), RunFile::new(vec![second])];
         let changes = compare(&runs[0], &runs[1], 0.05, 0.01).changes;
         assert_eq!((changes[0].verdict, changes[0].p), (Verdict::Worse, None));
+        assert_eq!(changes[1].field, "hit_ratio.1");
+        assert_eq!((changes[1].verdict, changes.len()), (Verdict::Better, 2));
     }
 }

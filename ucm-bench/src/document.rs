@@ -175,9 +175,34 @@ impl Fields {
         })
     }
 
+    /// All numbers, also those inside lists and objects, with their dotted paths.
+    pub fn numbers(&self) -> Vec<(String, f64)> {
+        let mut found = Vec::new();
+        for (name, value) in self.iter() {
+            collect_numbers(name, value, &mut found);
+        }
+        found
+    }
+
     /// All fields in order.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.0.iter().map(|(name, value)| (name.as_str(), value))
+    }
+}
+
+fn collect_numbers(path: &str, value: &Value, found: &mut Vec<(String, f64)>) {
+    match value {
+        Value::Array(list) => {
+            for (at, element) in list.iter().enumerate() {
+                collect_numbers(&format!("{path}.{at}"), element, found);
+            }
+        }
+        Value::Object(map) => {
+            for (name, element) in map {
+                collect_numbers(&format!("{path}.{name}"), element, found);
+            }
+        }
+        other => found.extend(other.as_f64().map(|number| (path.to_owned(), number))),
     }
 }
 
@@ -259,6 +284,11 @@ mod tests {
         assert_eq!(results.path("scaling.1.hit_ns"), None);
         assert_eq!(results.path("backend_loads.0"), None);
         assert_eq!(results.path("nothing"), None);
+        let numbers = results.numbers();
+        assert_eq!(numbers.len(), 3 + 1 + 2 + 2);
+        for (path, number) in numbers {
+            assert_eq!(results.path(&path).and_then(Value::as_f64), Some(number), "{path}");
+        }
     }
 
     #[test]

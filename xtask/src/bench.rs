@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: the standard benchmark set, or a comparison of two runs.
 //!
-//! Owns: where results go: `target/bench/<UTC time>/run.json` and `report.html`.
+//! Owns: where results go: `target/bench/`, in a folder named by the UTC time, `run.json` and `report.html`.
 //! **Invariant:** measurements are made with release builds only.
 
 use std::{
@@ -22,7 +22,7 @@ pub(crate) struct Args {
     /// Small sizes and few repeats: shows that everything works, its figures mean little
     #[arg(long)]
     quick: bool,
-    /// Where to write (default: target/bench/<UTC time>)
+    /// Where to write (default: target/bench/ and the UTC time)
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Compare two runs (each a run.json or its folder) instead of measuring

@@ -64,6 +64,13 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
             }
         }
     }
+    if !args.list && args.packages.is_empty() {
+        // The checks above do not link; this does.
+        let build = Shell::cargo(&["build", "--workspace", "--all-features"]);
+        if !build.status()? {
+            failed.push("all packages [all features], linked".to_owned());
+        }
+    }
     if failed.is_empty() {
         Ok(())
     } else {

@@ -27,7 +27,12 @@ use crate::{
 };
 
 #[derive(Debug, Parser)]
-#[command(name = "cargo xtask", about = "Developer commands of the ucm workspace", version)]
+#[command(
+    name = "xtask",
+    bin_name = "cargo xtask",
+    about = "Developer commands of the ucm workspace",
+    version
+)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
