@@ -4,10 +4,12 @@
 //! never move. So a lock-free reader misses no resident key in the entries, and a bucket whose
 //! lock holder died needs an unlock, not a repair.
 
+#[cfg(not(ucm_loom))]
 use std::time::{Duration, Instant};
 
+#[cfg(not(ucm_loom))]
+use crate::event;
 use crate::{
-    event,
     key::Hashed,
     layout::{Bucket, Slot},
     member::MemberInner,
@@ -126,7 +128,7 @@ impl PoolTables {
     fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &Slot, SlotWord)> {
         let slot = self.slot(index)?;
         let word = slot.load();
-        let there = word.phase().is_resident() || word.phase() == Phase::Claimed;
+        let there = word.phase().is_resident() || word.phase().is_claimed();
         (there && slot.holds(key)).then_some((index, slot, word))
     }
 
@@ -138,59 +140,82 @@ impl PoolTables {
     }
 }
 
-const SLEEPING: u32 = 1 << 31;
+/// One value of a bucket's lock word: 0 when free, else bits 0..8 seat + 1 of the holder, 8..31
+/// its generation, 31 somebody sleeps on the word. The generation keeps whoever has found a holder
+/// dead from breaking a lock of the seat's next holder.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LockWord(u32);
+
+impl LockWord {
+    const SLEEPING: u32 = 1 << 31;
+    const GENERATION_MASK: u32 = (1 << 23) - 1;
+
+    pub(crate) fn of(seat: u8, generation: u32) -> Self {
+        Self((u32::from(seat) + 1) | ((generation & Self::GENERATION_MASK) << 8))
+    }
+
+    fn holder(self) -> Option<u8> {
+        self.0.to_le_bytes()[0].checked_sub(1)
+    }
+
+    fn sleeping(self) -> Self {
+        Self(self.0 | Self::SLEEPING)
+    }
+}
 
 fn acquire_lock(lock: &AtomicU32, member: &MemberInner) {
-    let mine = u32::from(member.index) + 1;
+    let mut mine = LockWord::of(member.index, member.generation);
     let mut backoff = Backoff::default();
-    let mut slept = 0;
     loop {
-        // Whoever has slept must assume that others sleep too.
-        if lock.compare_exchange(0, mine | slept, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+        if lock.compare_exchange(0, mine.0, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
             return;
         }
         if backoff.snooze() < 64 || cfg!(ucm_loom) {
             continue;
         }
-        let seen = lock.load(Ordering::SeqCst);
-        if seen == 0 {
-            continue;
-        }
-        let marked = seen | SLEEPING;
-        if seen == marked
-            || lock.compare_exchange(seen, marked, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        let seen = LockWord(lock.load(Ordering::SeqCst));
+        let marked = seen.sleeping();
+        if seen.0 != 0
+            && (seen == marked
+                || lock
+                    .compare_exchange(seen.0, marked.0, Ordering::SeqCst, Ordering::Relaxed)
+                    .is_ok())
         {
-            slept = SLEEPING;
-            sleep_on(lock, marked, Duration::from_millis(5));
-            let holder = (marked & !SLEEPING).wrapping_sub(1);
-            if let Ok(holder) = u8::try_from(holder)
+            // Whoever has slept must assume that others sleep too.
+            mine = mine.sleeping();
+            sleep_on(lock, marked.0);
+            if let Some(holder) = marked.holder()
                 && holder != member.index
-                && lock.load(Ordering::SeqCst) == marked
+                && lock.load(Ordering::SeqCst) == marked.0
                 && member.is_dead(holder)
+                && break_lock(lock, marked)
             {
-                break_lock(lock, holder);
                 member.count(|c| &c.locks_recovered, 1);
             }
         }
     }
 }
 
+/// Frees the lock if the dead member holds it.
+pub(crate) fn break_lock_of(lock: &AtomicU32, dead: u8) -> bool {
+    let seen = LockWord(lock.load(Ordering::SeqCst));
+    seen.holder() == Some(dead) && break_lock(lock, seen)
+}
+
 /// Frees a lock whose holder is proven dead. Buckets are consistent at every instant, so there is
-/// nothing to repair. True when the lock was the holder's.
-pub(crate) fn break_lock(lock: &AtomicU32, holder: u8) -> bool {
-    let seen = lock.load(Ordering::SeqCst);
-    let held = seen & !SLEEPING == u32::from(holder) + 1;
-    let broken =
-        held && lock.compare_exchange(seen, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+/// nothing to repair. False when somebody else was faster.
+fn break_lock(lock: &AtomicU32, seen: LockWord) -> bool {
+    let broken = lock.compare_exchange(seen.0, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
     if broken {
         wake(lock);
     }
     broken
 }
 
+/// Sleeps while the lock stays as it was seen, a few milliseconds at most.
 #[cfg(not(ucm_loom))]
-fn sleep_on(lock: &AtomicU32, seen: u32, longest: Duration) {
-    event::futex::sleep(lock, seen, Some(Instant::now() + longest));
+fn sleep_on(lock: &AtomicU32, seen: u32) {
+    event::futex::sleep(lock, seen, Some(Instant::now() + Duration::from_millis(5)));
 }
 
 #[cfg(not(ucm_loom))]
@@ -199,7 +224,7 @@ fn wake(lock: &AtomicU32) {
 }
 
 #[cfg(ucm_loom)]
-fn sleep_on(_: &AtomicU32, _: u32, _: Duration) {}
+fn sleep_on(_: &AtomicU32, _: u32) {}
 
 #[cfg(ucm_loom)]
 fn wake(_: &AtomicU32) {}
@@ -214,6 +239,18 @@ pub(crate) struct Locked<'a> {
 impl Locked<'_> {
     /// Looks for a key. Removes entries of slots that have left it already.
     pub(crate) fn look(&self, key: &RawKey) -> Found {
+        // Each removal from the chain starts the walk anew; more than all slots cannot be removed.
+        for _ in 0..=self.tables.slots.len() {
+            if let Some(found) = self.look_once(key) {
+                return found;
+            }
+        }
+        // Corrupt memory: a chain that changes without the lock. Nothing may be inserted.
+        Found::Resident
+    }
+
+    /// `None` after a removal that the walk cannot survive.
+    fn look_once(&self, key: &RawKey) -> Option<Found> {
         for entry in &self.bucket.entries {
             let Some((index, tag)) = parse(entry.load(Ordering::Relaxed)) else { continue };
             if tag != key.hashed.tag {
@@ -221,22 +258,21 @@ impl Locked<'_> {
             }
             match self.judge(index, key) {
                 Verdict::Other => {}
-                Verdict::Resident => return Found::Resident,
+                Verdict::Resident => return Some(Found::Resident),
                 Verdict::Left => entry.store(0, Ordering::Release),
             }
         }
         for index in self.chain() {
             match self.judge(index, key) {
                 Verdict::Other => {}
-                Verdict::Resident => return Found::Resident,
+                Verdict::Resident => return Some(Found::Resident),
                 Verdict::Left => {
                     self.unchain(index);
-                    // The chain changed under the iterator: look once more.
-                    return self.look(key);
+                    return None;
                 }
             }
         }
-        Found::Absent
+        Some(Found::Absent)
     }
 
     fn judge(&self, index: u32, key: &RawKey) -> Verdict {
@@ -324,7 +360,7 @@ enum Verdict {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        if self.bucket.lock.swap(0, Ordering::SeqCst) & SLEEPING != 0 {
+        if self.bucket.lock.swap(0, Ordering::SeqCst) & LockWord::SLEEPING != 0 {
             wake(&self.bucket.lock);
         }
     }

@@ -16,7 +16,7 @@ use crate::{
     member::MemberInner,
     region::PoolTables,
     slot::{Phase, SlotWord},
-    sync::Ordering,
+    sync::{Ordering, seqcst_point},
 };
 
 /// Slots a preallocation looks at before it gives up, so that it never delays a task noticeably.
@@ -62,18 +62,23 @@ impl PoolTables {
         if self.hot().full.0.load(Ordering::SeqCst) != 0 {
             return None;
         }
-        let victim = self.sweep(member).or_else(|| self.declare_full(member))?;
+        let victim = self.sweep(member)?;
         self.vacate(member, hasher, victim);
+        member.count(|c| &c.evictions, 1);
         Some(victim)
     }
 
+    /// Two laps at most. The first, shared with all others who search, ages; the second takes the
+    /// next evictable slot whatever its bit.
     fn sweep(&self, member: &MemberInner) -> Option<u32> {
         let slots = u64::from(self.regular);
-        for step in 0..2 * slots {
-            let at = self.hot().cursor.0.fetch_add(1, Ordering::Relaxed) % slots;
-            let Ok(at) = u32::try_from(at) else { continue };
+        let hand = &self.hot().cursor.0;
+        let mut hopeless = true;
+        for step in 0..slots {
+            let at = self.hand_position(hand.fetch_add(1, Ordering::Relaxed));
             if let Some(word) = self.evictable(at) {
-                if step < slots && self.is_marked(at) {
+                hopeless = false;
+                if self.is_marked(at) {
                     self.unmark(at);
                 } else if self.claim(member, at, word, || true) {
                     member.count(|c| &c.victim_steps, step + 1);
@@ -81,24 +86,31 @@ impl PoolTables {
                 }
             }
         }
+        // When all were pinned, the next searches shall answer at once. Whoever makes a slot
+        // evictable clears the flag *after* doing so; the second lap, after setting it, is the
+        // other half of that handshake. It visits every slot itself, wherever others move the hand.
+        if hopeless {
+            self.hot().full.0.store(1, Ordering::SeqCst);
+            seqcst_point();
+        }
+        let start = hand.load(Ordering::Relaxed);
+        for step in 0..slots {
+            let at = self.hand_position(start.wrapping_add(step));
+            if let Some(word) = self.evictable(at)
+                && self.claim(member, at, word, || true)
+            {
+                hand.fetch_add(step + 1, Ordering::Relaxed);
+                member.count(|c| &c.victim_steps, slots + step + 1);
+                self.not_full();
+                return Some(at);
+            }
+        }
         member.count(|c| &c.victim_steps, 2 * slots);
         None
     }
 
-    /// Remembers that everything is pinned, so that the next searches answer at once. Whoever
-    /// makes a slot evictable clears the flag *after* doing so; this look after setting it is the
-    /// other half of that handshake.
-    fn declare_full(&self, member: &MemberInner) -> Option<u32> {
-        self.hot().full.0.store(1, Ordering::SeqCst);
-        for slot in 0..self.regular {
-            if let Some(word) = self.evictable(slot)
-                && self.claim(member, slot, word, || true)
-            {
-                self.not_full();
-                return Some(slot);
-            }
-        }
-        None
+    fn hand_position(&self, hand: u64) -> u32 {
+        u32::try_from(hand % u64::from(self.regular)).unwrap_or(0)
     }
 
     /// To be called whenever a slot may have become evictable or free.
@@ -117,6 +129,7 @@ impl PoolTables {
         }
         if let Some(victim) = self.peek_cold(member) {
             self.vacate(member, hasher, victim);
+            member.count(|c| &c.evictions, 1);
             return Some((victim, false));
         }
         let free = |slot: u32| self.claim_free(member, slot + self.regular);
@@ -125,14 +138,14 @@ impl PoolTables {
         }
         let victim = self.sweep_reserved(member)?;
         self.vacate(member, hasher, victim);
+        member.count(|c| &c.evictions, 1);
         Some((victim, true))
     }
 
     /// First evictable regular slot without accessed bit, ahead of the hand. Neither moves the hand
     /// nor clears bits: preallocation takes what is cold already and ages nothing.
     fn peek_cold(&self, member: &MemberInner) -> Option<u32> {
-        let start = self.hot().cursor.0.load(Ordering::Relaxed) % u64::from(self.regular);
-        let start = u32::try_from(start).unwrap_or(0);
+        let start = self.hand_position(self.hot().cursor.0.load(Ordering::Relaxed));
         let mut step = 0;
         let limit = self.regular.min(PREALLOC_SCAN);
         while step < limit {
@@ -193,14 +206,18 @@ impl PoolTables {
         still: impl Fn() -> bool,
     ) -> bool {
         let Some(slot) = self.slot(index) else { return false };
-        let claimed = seen.next_generation().to(Phase::Claimed, Some(member.index));
+        let claimed = seen.claimed(member.index);
         if !slot.change(seen, claimed) {
             return false;
         }
+        seqcst_point();
         if slot.unpinned() && still() {
             return slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
         }
         slot.change(claimed, seen);
+        seqcst_point();
+        // Somebody may have found everything taken while this slot looked so.
+        self.not_full();
         false
     }
 
@@ -214,13 +231,13 @@ impl PoolTables {
         if !slot.change(seen, claimed) {
             return false;
         }
+        seqcst_point();
         // A late waiter of a drained fill may still hold it.
         slot.unpinned() || !slot.change(claimed, seen)
     }
 
-    /// Unlinks a claimed slot from its old key.
+    /// Unlinks a detached slot from its old key.
     pub(crate) fn vacate(&self, member: &MemberInner, hasher: Hasher, index: u32) {
-        member.count(|c| &c.evictions, 1);
         if let Some(slot) = self.slot(index)
             && let Some(bucket) = self.lock(member, slot.key(hasher).hashed)
         {
@@ -228,12 +245,14 @@ impl PoolTables {
         }
     }
 
-    /// Gives a detached slot back to the free ones.
-    pub(crate) fn release(&self, index: u32) {
+    /// Gives the member's detached slot back to the free ones.
+    pub(crate) fn release(&self, member: &MemberInner, index: u32) {
         if let Some(slot) = self.slot(index) {
             let word = slot.load();
-            slot.change(word, word.to(Phase::Free, None));
-            self.hint_free(index);
+            let mine = word.phase() == Phase::Detached && word.owner() == Some(member.index);
+            if mine && slot.change(word, word.to(Phase::Free, None)) {
+                self.hint_free(index);
+            }
         }
     }
 

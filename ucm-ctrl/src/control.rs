@@ -2,9 +2,11 @@
 //!
 //! **Invariant:** a region is complete before anybody else can see it.
 
-use std::{fmt, os::fd::OwnedFd};
+use std::fmt;
+#[cfg(not(ucm_loom))]
+use std::os::fd::OwnedFd;
 
-use crate::{CtrlError, Geometry, Member, MemberSpec, fork, member, region::Region, sync::Arc};
+use crate::{CtrlError, Geometry, Member, MemberSpec, member, region::Region, sync::Arc};
 
 /// Tells whether a member's process is proven dead. Asked by a member that has waited unusually
 /// long for a lock; must not guess.
@@ -30,7 +32,6 @@ impl Control {
     /// `Geometry` with the offending number, `Os` when memory cannot be had.
     #[cfg(not(ucm_loom))]
     pub fn create(geometry: &Geometry, boot_token: [u8; 16]) -> Result<Self, CtrlError> {
-        fork::prepare();
         Ok(Self { region: Arc::new(Region::create_shared(geometry, halves(boot_token))?) })
     }
 
@@ -39,7 +40,6 @@ impl Control {
     /// # Errors
     /// `Geometry` with the offending number.
     pub fn private(geometry: &Geometry) -> Result<Self, CtrlError> {
-        fork::prepare();
         Ok(Self { region: Arc::new(Region::create_private(geometry, [0x5eed, 0xfeed])?) })
     }
 
@@ -50,7 +50,6 @@ impl Control {
     /// `Os` when it cannot be mapped.
     #[cfg(not(ucm_loom))]
     pub fn attach(fd: OwnedFd) -> Result<Self, CtrlError> {
-        fork::prepare();
         Ok(Self { region: Arc::new(Region::attach(fd)?) })
     }
 

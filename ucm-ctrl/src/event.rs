@@ -55,6 +55,13 @@ impl EventWord {
         }
     }
 
+    /// As [`ring`](Self::ring), but wakes even when nobody seems to sleep: for cleaning up after a
+    /// member that may have died between the bump and the wake.
+    pub(crate) fn ring_anyway(&self) {
+        self.bump();
+        self.wake_all();
+    }
+
     /// Wakes everybody who sleeps on the word.
     pub(crate) fn wake_all(&self) {
         #[cfg(not(ucm_loom))]

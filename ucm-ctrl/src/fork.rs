@@ -1,7 +1,10 @@
-//! Knows whether this process is the one that joined, or a child forked from it.
+//! Knows whether this process is the one that mapped a region, or a child forked from it.
 //!
-//! **Invariant:** a forked child neither touches the control region nor releases anything of its
-//! parent: the flag below lives in a page that the kernel zeroes in children.
+//! A child gets the parent's handles as a copy, but none of its rights: it must neither release
+//! pins nor count as alive. It may attach to the cache and join for itself, though.
+//!
+//! **Invariant:** the epoch lives in a page that the kernel zeroes in children, so no epoch of the
+//! parent is ever the current one in a child.
 
 #[cfg(not(ucm_loom))]
 mod imp {
@@ -12,7 +15,10 @@ mod imp {
 
     use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-    static FLAG: OnceLock<Option<&'static AtomicU32>> = OnceLock::new();
+    /// Current epoch of this process: 0 right after a fork.
+    static EPOCH: OnceLock<Option<&'static AtomicU32>> = OnceLock::new();
+    /// Last epoch given out in this process or its parents; copied by fork like all memory.
+    static LAST: AtomicU32 = AtomicU32::new(0);
 
     fn make() -> Option<&'static AtomicU32> {
         const PAGE: usize = 4096;
@@ -29,21 +35,25 @@ mod imp {
         // SAFETY: advice on the page just mapped.
         unsafe { rustix::mm::madvise(raw, PAGE, Advice::LinuxWipeOnFork) }.ok()?;
         // SAFETY: the page is mapped for ever, zeroed, aligned, and only used as this atomic.
-        let flag = unsafe { &*raw.cast::<AtomicU32>() };
-        flag.store(1, Ordering::Relaxed);
-        Some(flag)
+        Some(unsafe { &*raw.cast::<AtomicU32>() })
     }
 
-    /// Call once before the first use of shared memory.
-    pub(crate) fn prepare() {
-        FLAG.get_or_init(make);
+    /// The epoch of this process, to be remembered with a mapping.
+    pub(crate) fn current() -> u32 {
+        // A kernel without the advice (before 4.14): nothing can be told, all have epoch 0.
+        let Some(epoch) = EPOCH.get_or_init(make) else { return 0 };
+        if epoch.load(Ordering::SeqCst) == 0 {
+            let new = LAST.fetch_add(1, Ordering::SeqCst) + 1;
+            // A second thread may have been faster; its epoch is as good.
+            let _ = epoch.compare_exchange(0, new, Ordering::SeqCst, Ordering::SeqCst);
+        }
+        epoch.load(Ordering::SeqCst)
     }
 
-    /// False in a child made by fork after [`prepare`].
-    pub(crate) fn is_original() -> bool {
-        match FLAG.get() {
-            Some(Some(flag)) => flag.load(Ordering::Relaxed) != 0,
-            // A kernel without the advice (before 4.14): nothing can be told.
+    /// False in a child forked since [`current`] gave out `epoch`.
+    pub(crate) fn is_still(epoch: u32) -> bool {
+        match EPOCH.get() {
+            Some(Some(now)) => now.load(Ordering::Relaxed) == epoch,
             _ => true,
         }
     }
@@ -51,11 +61,13 @@ mod imp {
 
 #[cfg(ucm_loom)]
 mod imp {
-    pub(crate) fn prepare() {}
+    pub(crate) fn current() -> u32 {
+        0
+    }
 
-    pub(crate) fn is_original() -> bool {
+    pub(crate) fn is_still(_: u32) -> bool {
         true
     }
 }
 
-pub(crate) use imp::{is_original, prepare};
+pub(crate) use imp::{current, is_still};

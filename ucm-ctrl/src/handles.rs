@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     FailKind, Pool, SlotId,
-    event::{ARMED, SLEEPERS},
+    event::{ARMED, EventWord, SLEEPERS},
     layout::Slot,
     member::MemberInner,
     region::PoolTables,
@@ -153,16 +153,8 @@ impl Waiter {
     /// How the fill stands now.
     #[must_use]
     pub fn state(&self) -> FillState {
-        loop {
-            let Some(word) = self.0.with(|_, slot| slot.load()) else {
-                return FillState::Failed(FailKind::Other);
-            };
-            if word.phase() != Phase::Claimed {
-                return judge(word, self.0.generation);
-            }
-            // An evictor looks at the slot; it will see our pin and give it back.
-            spin_hint();
-        }
+        let word = self.0.with(|_, slot| slot.load());
+        word.map_or(FillState::Failed(FailKind::Other), |word| judge(word, self.0.generation))
     }
 
     /// Asks for this member's doorbell to be rung when the fill ends, and says how it stands after
@@ -217,14 +209,15 @@ impl Waiter {
     /// Gives the waiter back while the slot is not `Ready`.
     pub fn into_pin(self) -> Result<Pin, Self> {
         let word = self.0.with(|_, slot| slot.load());
-        match word {
-            Some(word) if word.phase() == Phase::Ready => {
-                let mut handle = self.0;
-                handle.generation = word.generation();
-                Ok(Pin(handle))
-            }
-            _ => Err(self),
-        }
+        let ready = match word {
+            Some(word) if word.phase() == Phase::Ready => word,
+            // An evictor's claim that came after our pin: it must give the slot back.
+            Some(word) if word.phase() == Phase::ClaimedReady => word.unclaimed(),
+            _ => return Err(self),
+        };
+        let mut handle = self.0;
+        handle.generation = ready.generation();
+        Ok(Pin(handle))
     }
 }
 
@@ -232,7 +225,7 @@ impl Waiter {
 /// so its key is the same; only later fills of that key may have happened.
 fn judge(word: SlotWord, generation: u64) -> FillState {
     match word.phase() {
-        Phase::Ready => FillState::Ready,
+        Phase::Ready | Phase::ClaimedReady => FillState::Ready,
         Phase::Filling if word.generation() == generation => FillState::Filling,
         _ if word.kind() == FailKind::OwnerDied => FillState::OwnerDied,
         _ => FillState::Failed(word.kind()),
@@ -361,13 +354,14 @@ impl Fill {
     }
 
     fn finish(&mut self, kind: FailKind) {
-        let Some(core) = self.core.take() else { return };
-        // Tokens are made from the fill only, so a count of one stays one.
-        if Arc::strong_count(&core) == 1 {
-            core.end(Phase::Failed, Some(kind));
-            core.handle.member().count(|c| &c.failures, 1);
-        } else {
-            core.drain(kind);
+        // Owning the core alone also means to see all that the operations of its tokens wrote.
+        match self.core.take().map(Arc::try_unwrap) {
+            Some(Ok(core)) => {
+                core.end(Phase::Failed, Some(kind));
+                core.handle.member().count(|c| &c.failures, 1);
+            }
+            Some(Err(shared)) => shared.drain(kind),
+            None => {}
         }
     }
 }
@@ -387,11 +381,9 @@ impl FillCore {
     fn drain(&self, kind: FailKind) {
         let member = self.handle.member();
         let changed = self.change(Phase::Draining, Some(kind), |tables, slot| {
-            let key = slot.key(member.control.region.hasher());
-            if let Some(bucket) = tables.lock(member, key.hashed) {
-                bucket.remove(self.handle.slot);
-            }
+            // Who hears of it may load the key at once: whoever links it clears our entry away.
             self.tell(slot);
+            tables.vacate(member, member.control.region.hasher(), self.handle.slot);
         });
         member.count(|c| &c.drains, 1);
         self.quarantine.draining.store(u32::from(changed), Ordering::SeqCst);
@@ -458,14 +450,24 @@ pub(crate) fn announce(region: &crate::region::Region, slot: &Slot) {
         slot.version.wake_all();
     }
     if flags & ARMED != 0 {
-        for (word_index, word) in slot.pins.iter().enumerate() {
-            let mut pins = word.load(Ordering::SeqCst);
-            while pins != 0 {
-                let member = word_index * 64 + pins.trailing_zeros() as usize;
-                pins &= pins - 1;
-                if let Some(record) = region.members().get(member) {
-                    record.doorbell.0.ring();
-                }
+        for_each_pinner(region, slot, |doorbell| doorbell.ring());
+    }
+}
+
+/// As [`announce`], for a slot whose owner may have died somewhere in the middle of it.
+pub(crate) fn announce_anyway(region: &crate::region::Region, slot: &Slot) {
+    slot.version.ring_anyway();
+    for_each_pinner(region, slot, EventWord::ring_anyway);
+}
+
+fn for_each_pinner(region: &crate::region::Region, slot: &Slot, ring: impl Fn(&EventWord)) {
+    for (word_index, word) in slot.pins.iter().enumerate() {
+        let mut pins = word.load(Ordering::SeqCst);
+        while pins != 0 {
+            let member = word_index * 64 + pins.trailing_zeros() as usize;
+            pins &= pins - 1;
+            if let Some(record) = region.members().get(member) {
+                ring(&record.doorbell.0);
             }
         }
     }

@@ -6,10 +6,10 @@
 use std::collections::HashMap;
 
 use crate::{
-    Control, MemberState,
+    BlockId, Control, MemberState,
     bucket::linked,
     key::Hasher,
-    layout::{Counters, MAX_MEMBERS},
+    layout::{Counters, MAX_MEMBERS, MemberRecord},
     member::MemberWord,
     region::PoolTables,
     slot::Phase,
@@ -186,37 +186,44 @@ impl Control {
             out.pools.push(inspection);
         }
         for (index, record) in self.region.members().iter().enumerate() {
-            let word = MemberWord(record.word.load(Ordering::SeqCst));
-            let (Some(pins), Some(filling), Ok(index)) =
+            let (Some(&pins), Some(&filling), Ok(index)) =
                 (pins.get(index), filling.get(index), u8::try_from(index))
             else {
                 continue;
             };
-            if word.state() == MemberState::Free {
-                if *pins != 0 || *filling != 0 {
-                    out.problems.push(format!(
-                        "member {index} is gone but has {pins} pins and {filling} fills"
-                    ));
-                }
-                continue;
+            let member = MemberInspection { pins, filling, ..inspect_member(record, index) };
+            if member.state != MemberState::Free {
+                out.members.push(member);
+            } else if pins != 0 || filling != 0 {
+                out.problems.push(format!(
+                    "member {index} is gone but has {pins} pins and {filling} fills"
+                ));
             }
-            out.members.push(MemberInspection {
-                index,
-                state: word.state(),
-                generation: word.generation(),
-                pid: record.pid.load(Ordering::Relaxed),
-                incarnation: {
-                    let half = |i: usize| {
-                        record.incarnation.get(i).map_or(0, |h| h.load(Ordering::Relaxed))
-                    };
-                    crate::BlockId::from_halves(half(0), half(1)).0
-                },
-                device_id: record.device.load(Ordering::Relaxed).cast_signed(),
-                pins: *pins,
-                filling: *filling,
-            });
         }
         out
+    }
+
+    /// Member records in use, without counting what they pin and fill. Cheap.
+    #[must_use]
+    pub fn inspect_members(&self) -> Vec<MemberInspection> {
+        let records = (0..).zip(self.region.members());
+        let members = records.map(|(index, record)| inspect_member(record, index));
+        members.filter(|member| member.state != MemberState::Free).collect()
+    }
+}
+
+fn inspect_member(record: &MemberRecord, index: u8) -> MemberInspection {
+    let word = MemberWord(record.word.load(Ordering::SeqCst));
+    let half = |i: usize| record.incarnation.get(i).map_or(0, |half| half.load(Ordering::SeqCst));
+    MemberInspection {
+        index,
+        state: word.state(),
+        generation: word.generation(),
+        pid: record.pid.load(Ordering::Relaxed),
+        device_id: record.device.load(Ordering::Relaxed).cast_signed(),
+        incarnation: BlockId::from_halves(half(0), half(1)).0,
+        pins: 0,
+        filling: 0,
     }
 }
 
@@ -232,7 +239,7 @@ fn walk_slots(
         let word = slot.load();
         let counter = match word.phase() {
             Phase::Free => &mut out.free,
-            Phase::Claimed | Phase::Detached => &mut out.moving,
+            Phase::Claimed | Phase::ClaimedReady | Phase::Detached => &mut out.moving,
             Phase::Idle => &mut out.idle,
             Phase::Filling => &mut out.filling,
             Phase::Ready => &mut out.ready,

@@ -116,7 +116,8 @@ pub(crate) struct Line<T>(pub(crate) T);
 pub(crate) struct LeaseRecord {
     /// Bits 0..8 state, 8..16 holder, 16..32 consumers left, 32..64 generation.
     pub(crate) word: AtomicU64,
-    pub(crate) deadline_ns: AtomicU64,
+    /// Milliseconds of the monotonic clock; for inspection, the holder minds it.
+    pub(crate) deadline_ms: AtomicU64,
     pub(crate) slots: AtomicU32,
     pub(crate) consumers: AtomicU32,
     _reserved: AtomicU64,
@@ -139,7 +140,7 @@ pub(crate) struct PoolHot {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct Bucket {
-    /// 0 free; else bits 0..8 holder + 1, bit 31 somebody sleeps on it.
+    /// [`LockWord`](crate::bucket::LockWord).
     pub(crate) lock: AtomicU32,
     /// Slot + 1 of the first slot of the overflow chain, 0 for none.
     pub(crate) overflow: AtomicU32,

@@ -97,7 +97,9 @@ impl Lease {
 
     /// Ends the lease now.
     pub fn release(self) {
-        if let Some(keeper) = self.member.keeper.get() {
+        if let Some(keeper) = self.member.keeper.get()
+            && self.member.may_write()
+        {
             keeper.end(&self.member, self.ticket);
         }
     }
@@ -209,9 +211,8 @@ fn take_record(
         let live = LeaseWord::new(LIVE, member.index, consumers, seen.generation().wrapping_add(1));
         if !seen.is_live() && record.change(seen, live) {
             let left = deadline.saturating_duration_since(Instant::now());
-            record
-                .deadline_ns
-                .store(u64::try_from(left.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+            let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
+            record.deadline_ms.store(crate::clock_ms().saturating_add(left), Ordering::Relaxed);
             record.slots.store(u32::try_from(slots).unwrap_or(u32::MAX), Ordering::Relaxed);
             record.consumers.store(u32::from(consumers), Ordering::Relaxed);
             return Some(LeaseTicket::new(u32::try_from(index).ok()?, live.generation()));
@@ -249,7 +250,17 @@ impl Member {
     /// Leases this member holds at the moment.
     #[must_use]
     pub fn leases_held(&self) -> usize {
-        self.inner.keeper.get().map_or(0, |keeper| lock(&keeper.held).len())
+        match self.inner.keeper.get() {
+            Some(keeper) if self.inner.may_write() => lock(&keeper.held).len(),
+            _ => 0,
+        }
+    }
+}
+
+/// Wakes the keepers: a consumer may have died between the last consumption and the ring.
+pub(crate) fn ring_all_bells(control: &Control) {
+    for member in control.region.members() {
+        member.lease_bell.0.ring_anyway();
     }
 }
 
@@ -346,7 +357,13 @@ impl Keeper {
 impl Drop for Keeper {
     fn drop(&mut self) {
         self.alive = std::sync::Arc::new(());
-        if !crate::fork::is_original() {
+        if !self.control.region.is_ours() {
+            // The thread is the parent's; a child has no business with its handle.
+            #[expect(
+                clippy::mem_forget,
+                reason = "neither join nor detach a thread of the parent"
+            )]
+            std::mem::forget(self.thread.take());
             return;
         }
         if let Some(record) = self.control.region.member(self.member) {
@@ -372,11 +389,14 @@ fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
     }
     let region = &member.control.region;
     if let Some(record) = region.lease(ticket.index()) {
-        let word = record.load();
         // Consumers that are under way lose the race visibly: they get `Gone`.
-        if word.is_live() && word.generation() == ticket.generation() {
-            let free = |word: LeaseWord| LeaseWord::new(FREE, 0, 0, word.generation());
-            while !record.change(record.load(), free(word)) {}
+        loop {
+            let word = record.load();
+            let free = LeaseWord::new(FREE, 0, 0, word.generation());
+            let ours = word.is_live() && word.generation() == ticket.generation();
+            if !ours || record.change(word, free) {
+                break;
+            }
         }
     }
     if let Some(tables) = region.pool(usize::from(held.pool)) {
@@ -413,7 +433,8 @@ fn keep(
                 let spent =
                     control.region.lease(LeaseTicket(ticket).index()).is_none_or(|record| {
                         let word = record.load();
-                        !word.is_live() || word.left() == 0
+                        let ours = word.generation() == LeaseTicket(ticket).generation();
+                        !ours || !word.is_live() || word.left() == 0
                     });
                 let Some(lease) = held.get(&ticket) else { continue };
                 if spent || lease.deadline <= now {

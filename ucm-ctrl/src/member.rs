@@ -8,10 +8,9 @@ use std::{fmt, sync::OnceLock, time::Instant};
 use crate::{
     Control, CtrlError, Liveness, MemberId, Pool, PoolId, WaitAny, Waiter,
     event::SLEEPERS,
-    fork,
     layout::{Counters, MAX_MEMBERS, MemberRecord},
     region::{Region, zeroed_counts},
-    sync::{Arc, AtomicU32, AtomicU64, Backoff, Ordering, spin_hint},
+    sync::{Arc, AtomicU32, AtomicU64, Backoff, Ordering, seqcst_point, spin_hint},
 };
 
 /// What a member does.
@@ -120,6 +119,9 @@ pub(crate) struct MemberInner {
     /// Set when the member must not touch the region any more.
     fenced: AtomicU32,
     liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
+    /// One reap at a time in a process.
+    #[cfg(not(ucm_loom))]
+    pub(crate) reaping: std::sync::Mutex<()>,
     #[cfg(not(ucm_loom))]
     pub(crate) keeper: OnceLock<crate::lease::Keeper>,
     /// Dropped last, after the record was given back.
@@ -214,6 +216,8 @@ fn introduce(
         counts,
         fenced: AtomicU32::new(NOT_FENCED),
         liveness: OnceLock::new(),
+        #[cfg(not(ucm_loom))]
+        reaping: std::sync::Mutex::new(()),
         #[cfg(not(ucm_loom))]
         keeper: OnceLock::new(),
         guard: OnceLock::new(),
@@ -387,7 +391,7 @@ impl MemberInner {
     /// Refuses when this handle must not touch the region any more.
     pub(crate) fn check(&self) -> Result<(), CtrlError> {
         match self.fenced.load(Ordering::Relaxed) {
-            NOT_FENCED if fork::is_original() => Ok(()),
+            NOT_FENCED if self.control.region.is_ours() => Ok(()),
             NOT_FENCED => Err(CtrlError::Fenced("it belongs to the parent of this forked process")),
             FENCED_UNDERFLOW => Err(CtrlError::Fenced(
                 "a pin was released twice, which is a bug: restart this process",
@@ -398,7 +402,7 @@ impl MemberInner {
 
     /// True while the region may be written in this member's name.
     pub(crate) fn may_write(&self) -> bool {
-        self.fenced.load(Ordering::Relaxed) == NOT_FENCED && fork::is_original()
+        self.fenced.load(Ordering::Relaxed) == NOT_FENCED && self.control.region.is_ours()
     }
 
     /// Stops all further use: somebody has cleared up after this member.
@@ -407,7 +411,7 @@ impl MemberInner {
     }
 
     pub(crate) fn record(&self) -> Option<&MemberRecord> {
-        if fork::is_original() { self.control.region.member(self.index) } else { None }
+        if self.control.region.is_ours() { self.control.region.member(self.index) } else { None }
     }
 
     pub(crate) fn count(&self, pick: impl FnOnce(&Counters) -> &AtomicU64, by: u64) {
@@ -443,6 +447,7 @@ impl MemberInner {
                     if local.compare_exchange(0, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok()
                     {
                         shared.fetch_or(self.pin_bit, Ordering::SeqCst);
+                        seqcst_point();
                         local.store(1, Ordering::Release);
                         return;
                     }
@@ -481,6 +486,7 @@ impl MemberInner {
                     {
                         let left =
                             shared.fetch_and(!self.pin_bit, Ordering::SeqCst) & !self.pin_bit;
+                        seqcst_point();
                         local.store(0, Ordering::Release);
                         return left == 0
                             && pins.iter().all(|word| word.load(Ordering::SeqCst) == 0);
@@ -513,7 +519,9 @@ impl MemberInner {
 impl Drop for MemberInner {
     fn drop(&mut self) {
         #[cfg(not(ucm_loom))]
-        if let Some(keeper) = self.keeper.take() {
+        if let Some(keeper) = self.keeper.take()
+            && self.control.region.is_ours()
+        {
             keeper.end_all(self);
         }
         if !self.may_write() {

@@ -85,6 +85,10 @@ pub struct Pool {
     pub(crate) id: PoolId,
 }
 
+/// Rounds of back-off (some milliseconds at least) after which a slot that stays claimed, because
+/// its evictor was stopped or has died, is left alone.
+const PATIENCE: u32 = if cfg!(ucm_loom) { u32::MAX } else { 20_000 };
+
 enum Insertion {
     Done(Acquired),
     Raced,
@@ -145,20 +149,20 @@ impl Pool {
                 if let Some(acquired) = self.enter(tables, index, slot, &raw, true) {
                     return Ok(acquired);
                 }
-                backoff.snooze();
-                continue;
+            } else {
+                match self.insert(tables, &raw) {
+                    Insertion::Done(acquired) => return Ok(acquired),
+                    Insertion::Full if tables.find(&raw).is_none() => break,
+                    Insertion::Full | Insertion::Raced => {}
+                }
             }
-            match self.insert(tables, &raw) {
-                Insertion::Done(acquired) => return Ok(acquired),
-                Insertion::Full if tables.find(&raw).is_none() => {
-                    self.member.count(|c| &c.fulls, 1);
-                    return Ok(Acquired::Full);
-                }
-                Insertion::Full | Insertion::Raced => {
-                    backoff.snooze();
-                }
+            // An evictor stopped in mid-claim must not stop us: the cache can be bypassed.
+            if backoff.snooze() > PATIENCE {
+                break;
             }
         }
+        self.member.count(|c| &c.fulls, 1);
+        Ok(Acquired::Full)
     }
 
     /// Pins the key if it is ready or being filled; claims nothing. `None` when a load would be
@@ -177,8 +181,9 @@ impl Pool {
             match self.enter(tables, index, slot, &raw, false) {
                 Some(Acquired::Full) => return Ok(None),
                 Some(acquired) => return Ok(Some(acquired)),
-                None => backoff.snooze(),
-            };
+                None if backoff.snooze() > PATIENCE => break,
+                None => {}
+            }
         }
         Ok(None)
     }
@@ -236,24 +241,26 @@ impl Pool {
         let Some(slot) = tables.slot(index) else { return Insertion::Full };
         me.pin(self.id.0, index, &slot.pins);
         slot.set_key(key);
-        let filling = slot.load().to(Phase::Filling, Some(me.index));
-        if !self.link(tables, index, slot, key, filling) {
+        let detached = slot.load();
+        let filling = detached.fresh().to(Phase::Filling, Some(me.index));
+        if !self.link(tables, index, slot, key, [detached, filling]) {
             self.unpin(tables, index, slot);
-            tables.release(index);
+            tables.release(me, index);
             return Insertion::Raced;
         }
         me.count(|c| &c.owners, 1);
         Insertion::Done(Acquired::Owner(Fill::new(Handle::new(self, index, filling.generation()))))
     }
 
-    /// Links a detached slot under its new key, as `word`. False when the key is resident by now.
+    /// Links a detached slot under its new key, changing its word. False when the key is resident
+    /// by now.
     fn link(
         &self,
         tables: &PoolTables,
         index: u32,
         slot: &Slot,
         key: &RawKey,
-        word: SlotWord,
+        [from, to]: [SlotWord; 2],
     ) -> bool {
         let Some(bucket) = tables.lock(&self.member, key.hashed) else { return false };
         if let Found::Resident = bucket.look(key) {
@@ -262,9 +269,11 @@ impl Pool {
         slot.since_ms.store(monotonic_ms(), Ordering::Relaxed);
         tables.mark(index);
         // The word first: an entry must never lead to a slot that does not say what it is.
-        slot.word.store(word.0, Ordering::SeqCst);
-        bucket.insert(key, index);
-        true
+        let changed = slot.change(from, to);
+        if changed {
+            bucket.insert(key, index);
+        }
+        changed
     }
 
     /// Reserves an idle slot for a key that will probably be asked for next: linked, unpinned,
@@ -289,11 +298,14 @@ impl Pool {
         };
         let Some(slot) = tables.slot(index) else { return Ok(Prealloc::NoSlot) };
         slot.set_key(&raw);
-        let idle = slot.load().to(Phase::Idle, None);
-        if !self.link(tables, index, slot, &raw, idle) {
-            tables.release(index);
+        let detached = slot.load();
+        let idle = detached.fresh().to(Phase::Idle, None);
+        if !self.link(tables, index, slot, &raw, [detached, idle]) {
+            tables.release(me, index);
             return Ok(Prealloc::Resident);
         }
+        // Searches that ran meanwhile found the slot taken.
+        tables.not_full();
         me.count(|c| &c.preallocs, 1);
         me.count(|c| &c.prealloc_reserved, u64::from(reserved));
         Ok(if reserved { Prealloc::MadeReserved } else { Prealloc::Made })
@@ -380,10 +392,13 @@ impl Pool {
             // The key cannot have changed if the claim succeeds on the very word seen with it.
             if word.phase().is_evictable() && tables.claim(&self.member, index, word, || true) {
                 tables.vacate(&self.member, self.hasher(), index);
-                tables.release(index);
+                tables.release(&self.member, index);
+                self.member.count(|c| &c.evictions, 1);
                 return Ok(Removal::Removed);
             }
-            backoff.snooze();
+            if backoff.snooze() > PATIENCE {
+                return Ok(Removal::InUse);
+            }
         }
         Ok(Removal::Absent)
     }

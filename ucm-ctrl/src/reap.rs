@@ -5,9 +5,9 @@
 
 use crate::{
     FailKind, Member, MemberId,
-    bucket::break_lock,
-    handles::announce,
-    layout::MAX_MEMBERS,
+    bucket::break_lock_of,
+    handles::announce_anyway,
+    layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
     region::PoolTables,
     slot::{Phase, SlotWord},
@@ -46,128 +46,175 @@ impl Member {
     /// Clears up after another member. Call only with proof that its process is dead and its memory
     /// accesses have ended; `generation` is the one it joined with, `None` for whichever holds the
     /// seat. Safe to call from several members at once: one does the work.
+    ///
+    /// When several members are dead, a lock of one may be in the way of another's recovery: it is
+    /// broken on the word of the [`Liveness`](crate::Liveness) given to
+    /// [`set_liveness`](Self::set_liveness); without one, this waits until somebody reaps that
+    /// member, too.
     pub fn reap(&self, id: MemberId, generation: Option<u32>) -> Reaped {
-        let me = &*self.inner;
-        let mut reaped = Reaped::default();
-        if me.check().is_err() || id.0 == me.index {
-            return reaped;
-        }
-        let Some(record) = me.control.region.member(id.0) else { return reaped };
-        let word = MemberWord(record.word.load(Ordering::SeqCst));
-        if generation.is_some_and(|g| g != word.generation()) {
-            return reaped;
-        }
-        let takeable = match word.state() {
-            MemberState::Joined | MemberState::Joining | MemberState::Invalid => true,
-            MemberState::Reaping => me.is_dead(word.reaper()) || word.reaper() == me.index,
-            MemberState::Free => false,
-        };
-        let mine = MemberWord::with(MemberState::Reaping, me.index, word.generation());
-        if !takeable
-            || record
-                .word
-                .compare_exchange(word.0, mine.0, Ordering::SeqCst, Ordering::Relaxed)
-                .is_err()
-        {
-            return reaped;
-        }
-        for pool in 0..me.control.geometry().pools.len() {
-            let Some(tables) = me.control.region.pool(pool) else { continue };
-            free_locks(tables, id.0, &mut reaped);
-        }
-        for pool in 0..me.control.geometry().pools.len() {
-            let Some(tables) = me.control.region.pool(pool) else { continue };
-            for index in 0..u32::try_from(tables.slots.len()).unwrap_or(u32::MAX) {
-                recover_slot(me, tables, index, id.0, &mut reaped);
-            }
-            tables.not_full();
-        }
+        // A second thread must not go on clearing when the first has given the seat away.
         #[cfg(not(ucm_loom))]
-        crate::lease::free_records_of(&me.control, id.0);
-        let free = MemberWord::with(MemberState::Free, 0, word.generation());
-        reaped.done = record
+        let _one = self.inner.reaping.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        reap(&self.inner, id, generation)
+    }
+}
+
+fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
+    let mut reaped = Reaped::default();
+    if me.check().is_err() || id.0 == me.index {
+        return reaped;
+    }
+    let Some(record) = me.control.region.member(id.0) else { return reaped };
+    let word = MemberWord(record.word.load(Ordering::SeqCst));
+    let takeable = match word.state() {
+        MemberState::Joined | MemberState::Joining | MemberState::Invalid => true,
+        MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
+        MemberState::Free => false,
+    };
+    if !takeable || generation.is_some_and(|g| g != word.generation()) {
+        return reaped;
+    }
+    let mut seats = Vec::from_iter(take(me, record, id.0, word));
+    while let Some(seat) = seats.pop() {
+        clear(me, seat.index, &mut reaped);
+        // Whatever the dead member was clearing itself falls to us, before its seat is free.
+        inherit(me, seat.index, &mut seats);
+        let done = seat.free();
+        me.count(|c| &c.deaths, u64::from(done));
+        reaped.done |= done && seat.index == id.0;
+    }
+    me.count(|c| &c.slots_recovered, reaped.slots);
+    me.count(|c| &c.pins_recovered, reaped.pins);
+    me.count(|c| &c.locks_recovered, reaped.locks);
+    reaped
+}
+
+/// A member record that this member is clearing.
+struct Seat<'a> {
+    index: u8,
+    record: &'a MemberRecord,
+    word: MemberWord,
+}
+
+/// Enters oneself as the reaper; `None` when somebody else was faster.
+fn take<'a>(
+    me: &MemberInner,
+    record: &'a MemberRecord,
+    index: u8,
+    seen: MemberWord,
+) -> Option<Seat<'a>> {
+    let word = MemberWord::with(MemberState::Reaping, me.index, seen.generation());
+    let won =
+        record.word.compare_exchange(seen.0, word.0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+    won.then_some(Seat { index, record, word })
+}
+
+impl Seat<'_> {
+    fn free(&self) -> bool {
+        let free = MemberWord::with(MemberState::Free, 0, self.word.generation());
+        self.record
             .word
-            .compare_exchange(mine.0, free.0, Ordering::SeqCst, Ordering::Relaxed)
-            .is_ok();
-        me.count(|c| &c.deaths, u64::from(reaped.done));
-        me.count(|c| &c.slots_recovered, reaped.slots);
-        me.count(|c| &c.pins_recovered, reaped.pins);
-        me.count(|c| &c.locks_recovered, reaped.locks);
-        // Whatever the dead member was reaping itself falls to us.
-        for other in (0..MAX_MEMBERS).filter_map(|i| u8::try_from(i).ok()) {
-            let Some(record) = me.control.region.member(other) else { continue };
-            let word = MemberWord(record.word.load(Ordering::SeqCst));
-            if reaped.done && word.state() == MemberState::Reaping && word.reaper() == id.0 {
-                let taken = MemberWord::with(MemberState::Reaping, me.index, word.generation());
-                if record
-                    .word
-                    .compare_exchange(word.0, taken.0, Ordering::SeqCst, Ordering::Relaxed)
-                    .is_ok()
-                {
-                    self.reap(MemberId(other), Some(word.generation()));
-                }
-            }
+            .compare_exchange(self.word.0, free.0, Ordering::SeqCst, Ordering::Relaxed)
+            .is_ok()
+    }
+}
+
+fn inherit<'a>(me: &'a MemberInner, dead: u8, seats: &mut Vec<Seat<'a>>) {
+    for other in (0..MAX_MEMBERS).filter_map(|i| u8::try_from(i).ok()) {
+        let Some(record) = me.control.region.member(other) else { continue };
+        let word = MemberWord(record.word.load(Ordering::SeqCst));
+        if word.state() == MemberState::Reaping && word.reaper() == dead && other != me.index {
+            seats.extend(take(me, record, other, word));
         }
-        reaped
+    }
+}
+
+fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
+    let pools = || (0..MAX_POOLS).filter_map(|pool| me.control.region.pool(pool));
+    for tables in pools() {
+        free_locks(tables, dead, reaped);
+    }
+    for tables in pools() {
+        for (index, slot) in tables.slots.iter().enumerate() {
+            let Ok(index) = u32::try_from(index) else { break };
+            recover_slot(me, tables, index, slot, dead, reaped);
+        }
+        tables.not_full();
+    }
+    #[cfg(not(ucm_loom))]
+    {
+        crate::lease::free_records_of(&me.control, dead);
+        crate::lease::ring_all_bells(&me.control);
     }
 }
 
 fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
     for bucket in tables.buckets.iter() {
-        if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock(&bucket.lock, dead) {
+        if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock_of(&bucket.lock, dead) {
             reaped.locks += 1;
         }
     }
 }
 
-fn recover_slot(me: &MemberInner, tables: &PoolTables, index: u32, dead: u8, reaped: &mut Reaped) {
-    let Some(slot) = tables.slot(index) else { return };
-    let (word_index, bit) = (usize::from(dead) / 64, 1_u64 << (dead % 64));
+fn recover_slot(
+    me: &MemberInner,
+    tables: &PoolTables,
+    index: u32,
+    slot: &Slot,
+    dead: u8,
+    reaped: &mut Reaped,
+) {
     let word = slot.load();
     if word.owner() == Some(dead) {
-        match word.phase() {
+        let recovered = match word.phase() {
+            Phase::Claimed | Phase::ClaimedReady => slot.change(word, word.unclaimed()),
             // May be linked under its key, or under none. For a draining slot the caller's proof
             // includes that the dead process can write no more.
-            Phase::Claimed | Phase::Detached | Phase::Draining => {
-                let mine = word.to(Phase::Detached, Some(me.index));
-                if slot.change(word, mine) {
+            Phase::Detached | Phase::Draining => {
+                let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
+                if taken {
                     tables.vacate(me, me.control.region.hasher(), index);
-                    tables.release(index);
-                    reaped.slots += 1;
+                    tables.release(me, index);
                 }
+                taken
             }
-            Phase::Filling => reaped.slots += u64::from(recover_fill(me, tables, index, word)),
-            _ => {}
-        }
+            Phase::Filling => recover_fill(me, tables, index, slot, word),
+            _ => false,
+        };
+        reaped.slots += u64::from(recovered);
     } else if word.phase() == Phase::Free {
         tables.hint_free(index);
     }
-    // Pins last: they keep others from taking a slot that is being recovered.
+    let (word_index, bit) = (usize::from(dead) / 64, 1_u64 << (dead % 64));
     if let Some(pins) = slot.pins.get(word_index)
         && pins.load(Ordering::SeqCst) & bit != 0
     {
+        // The dead member may have ended a fill and died before it told the waiters.
+        announce_anyway(&me.control.region, slot);
+        // Pins last: they keep others from taking a slot that is being recovered.
         pins.fetch_and(!bit, Ordering::SeqCst);
         reaped.pins += 1;
     }
 }
 
 /// A fill of a dead owner: loadable again if it was linked already, else free.
-fn recover_fill(me: &MemberInner, tables: &PoolTables, index: u32, word: SlotWord) -> bool {
-    let Some(slot) = tables.slot(index) else { return false };
+fn recover_fill(
+    me: &MemberInner,
+    tables: &PoolTables,
+    index: u32,
+    slot: &Slot,
+    word: SlotWord,
+) -> bool {
     let key = slot.key(me.control.region.hasher());
     let Some(bucket) = tables.lock(me, key.hashed) else { return false };
     let failed = word.failed_as(FailKind::OwnerDied);
     if bucket.contains(index) {
-        let recovered = slot.change(word, failed.to(Phase::Failed, None));
-        drop(bucket);
-        if recovered {
-            announce(&me.control.region, slot);
-        }
-        recovered
-    } else {
-        let recovered = slot.change(word, failed.to(Phase::Free, None));
-        drop(bucket);
-        tables.hint_free(index);
-        recovered
+        return slot.change(word, failed.to(Phase::Failed, None));
     }
+    let recovered = slot.change(word, failed.to(Phase::Free, None));
+    drop(bucket);
+    if recovered {
+        tables.hint_free(index);
+    }
+    recovered
 }

@@ -4,7 +4,7 @@
 //! itself; nothing read from the region is used as an index unchecked.
 
 use crate::{
-    Geometry, PoolGeometry,
+    Geometry, PoolGeometry, fork,
     freemap::{self, FreeMap},
     key::Hasher,
     layout::{Bucket, LeaseRecord, MemberRecord, PoolHot, Slot},
@@ -58,6 +58,11 @@ impl Region {
 
     pub(crate) fn lease(&self, index: u32) -> Option<&LeaseRecord> {
         self.leases().get(index as usize)
+    }
+
+    /// False in a child forked from the process that mapped the region.
+    pub(crate) fn is_ours(&self) -> bool {
+        fork::is_still(self.epoch)
     }
 
     pub(crate) fn hasher(&self) -> Hasher {

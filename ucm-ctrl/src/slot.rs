@@ -71,7 +71,8 @@ impl fmt::Display for FailKind {
 pub enum Phase {
     /// On no chain, in the free map.
     Free = 0,
-    /// An evictor has taken the slot but looks once more for pins; it may give it back.
+    /// An evictor has taken the slot, which was `Idle` or `Failed`, but looks once more for pins; it
+    /// may give it back.
     Claimed = 1,
     /// Belongs to the member in the owner field; its key counts as absent.
     Detached = 2,
@@ -85,6 +86,8 @@ pub enum Phase {
     Failed = 6,
     /// Unlinked, but something may still write it.
     Draining = 7,
+    /// As `Claimed`, of a slot that was `Ready`.
+    ClaimedReady = 8,
     /// Not a value of this layout: corrupt memory.
     Invalid = 15,
 }
@@ -99,6 +102,10 @@ impl Phase {
     /// True when the slot may be taken from its key, if nothing pins it.
     pub(crate) fn is_evictable(self) -> bool {
         matches!(self, Self::Idle | Self::Ready | Self::Failed)
+    }
+
+    pub(crate) fn is_claimed(self) -> bool {
+        matches!(self, Self::Claimed | Self::ClaimedReady)
     }
 }
 
@@ -121,6 +128,7 @@ impl SlotWord {
             5 => Phase::Ready,
             6 => Phase::Failed,
             7 => Phase::Draining,
+            8 => Phase::ClaimedReady,
             _ => Phase::Invalid,
         }
     }
@@ -147,6 +155,29 @@ impl SlotWord {
 
     pub(crate) fn failed_as(self, kind: FailKind) -> Self {
         Self((self.0 & !0xff0) | ((kind as u64) << 4))
+    }
+
+    /// The word of a slot for a new key: nothing has failed yet.
+    pub(crate) fn fresh(self) -> Self {
+        Self(self.0 & !0xff0)
+    }
+
+    /// An evictor's claim on an evictable slot. Keeps what [`unclaimed`](Self::unclaimed) needs.
+    pub(crate) fn claimed(self, member: u8) -> Self {
+        let phase = if self.phase() == Phase::Ready { Phase::ClaimedReady } else { Phase::Claimed };
+        self.next_generation().to(phase, Some(member))
+    }
+
+    /// The word before the claim, for whoever finds the claim of a dead member. An idle slot has
+    /// no failure on record, a failed one always does.
+    pub(crate) fn unclaimed(self) -> Self {
+        let phase = match self.phase() {
+            Phase::ClaimedReady => Phase::Ready,
+            _ if self.0 & 0xff0 == 0 => Phase::Idle,
+            _ => Phase::Failed,
+        };
+        let before = self.generation().wrapping_sub(1) & GENERATION_MASK;
+        Self((self.0 & 0xf_ffff) | (before << 20)).to(phase, None)
     }
 
     pub(crate) fn next_generation(self) -> Self {
@@ -188,6 +219,17 @@ mod tests {
             (Phase::Failed, FailKind::OwnerDied, None)
         );
         assert_eq!(failed.generation(), word.generation());
+        for before in [
+            failed.fresh().to(Phase::Idle, None),
+            failed.to(Phase::Ready, None),
+            failed.fresh().to(Phase::Ready, None),
+            failed,
+            SlotWord(u64::MAX).fresh().to(Phase::Ready, None),
+        ] {
+            let claimed = before.claimed(77);
+            assert!(claimed.phase().is_claimed());
+            assert_eq!((claimed.owner(), claimed.unclaimed()), (Some(77), before));
+        }
         let last = SlotWord(u64::MAX).next_generation();
         assert_eq!(last.generation(), 0, "the generation wraps within its own bits");
     }

@@ -7,6 +7,10 @@ mod imp {
     pub use std::sync::Arc;
     pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+    /// Completes a sequentially consistent write followed by a read of another word. Nothing to do
+    /// here: `SeqCst` operations have that order among themselves.
+    pub(crate) fn seqcst_point() {}
+
     /// Tells the processor that the caller is spinning.
     pub(crate) fn spin_hint() {
         std::hint::spin_loop();
@@ -23,6 +27,11 @@ mod imp {
     pub use loom::sync::Arc;
     pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+    /// loom takes `SeqCst` accesses for acquire and release only, but knows the fence.
+    pub(crate) fn seqcst_point() {
+        loom::sync::atomic::fence(Ordering::SeqCst);
+    }
+
     pub(crate) fn spin_hint() {
         loom::thread::yield_now();
     }
@@ -33,7 +42,7 @@ mod imp {
 }
 
 pub use imp::{Arc, AtomicU32, AtomicU64, Ordering};
-pub(crate) use imp::{spin_hint, yield_now};
+pub(crate) use imp::{seqcst_point, spin_hint, yield_now};
 
 /// Spins a little, then yields: for waits that end within another thread's few instructions.
 #[derive(Debug, Default)]

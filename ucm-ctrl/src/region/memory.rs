@@ -15,7 +15,7 @@ use rustix::{
 
 use super::PoolTables;
 use crate::{
-    CtrlError, Geometry, PoolGeometry,
+    CtrlError, Geometry, PoolGeometry, fork,
     geometry::{RegionLayout, free_map_words},
     key::Hasher,
     layout::{
@@ -32,6 +32,8 @@ pub(crate) struct Region {
     pub(super) pools: Vec<PoolTables>,
     pub(super) geometry: Geometry,
     pub(super) hasher: Hasher,
+    /// Epoch of the process that mapped the memory.
+    pub(super) epoch: u32,
     boot_token: [u64; 2],
 }
 
@@ -96,6 +98,7 @@ impl Region {
             pools: Vec::new(),
             geometry: geometry.clone(),
             hasher: Hasher { seed: (boot_token[0], boot_token[1]), mask: u64::MAX },
+            epoch: fork::current(),
             boot_token,
         };
         let header = region.header();
@@ -148,6 +151,7 @@ impl Region {
             pools: Vec::new(),
             geometry: Geometry { pools: Vec::new(), leases: 0 },
             hasher: Hasher { seed: (0, 0), mask: u64::MAX },
+            epoch: fork::current(),
             boot_token: [0; 2],
         };
         let header = region.header();
@@ -294,6 +298,8 @@ impl Drop for Region {
         match self.backing {
             // SAFETY: allocated with this layout, freed once; no reference outlives `self`.
             Backing::Heap(layout) => unsafe { dealloc(self.base.as_ptr(), layout) },
+            // Not part of a forked child, which may have something else there by now.
+            Backing::Map { .. } if !self.is_ours() => {}
             Backing::Map { len, .. } => {
                 // SAFETY: mapped by `map` with this length, unmapped once.
                 let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), len) };

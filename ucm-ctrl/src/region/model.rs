@@ -2,7 +2,7 @@
 
 use super::PoolTables;
 use crate::{
-    CtrlError, Geometry,
+    CtrlError, Geometry, fork,
     geometry::free_map_words,
     key::Hasher,
     layout::{LeaseRecord, MAX_MEMBERS, MemberRecord},
@@ -16,6 +16,7 @@ pub(crate) struct Region {
     pub(super) pools: Vec<PoolTables>,
     pub(super) geometry: Geometry,
     pub(super) hasher: Hasher,
+    pub(super) epoch: u32,
 }
 
 /// A table in ordinary memory.
@@ -50,6 +51,7 @@ impl Region {
                 .collect(),
             geometry: geometry.clone(),
             hasher: Hasher { seed: (boot_token[0], boot_token[1]), mask: u64::MAX },
+            epoch: fork::current(),
         };
         for (tables, pool) in region.pools.iter().zip(&geometry.pools) {
             tables.fill_free_maps(pool);
