@@ -160,11 +160,6 @@ impl KeyPromise {
         self.end(Some(result), None);
     }
 
-    /// Ends the `durable` level.
-    pub(crate) fn durable(&self, result: DumpResult) {
-        self.end(None, Some(result));
-    }
-
     fn end(&self, cached: Option<DumpResult>, durable: Option<DumpResult>) {
         let mut state = self.shared.lock();
         let State { keys, open_cached, open_durable } = &mut *state;
@@ -200,7 +195,16 @@ pub(crate) struct DumpItem {
     /// How often another filler's failure was met.
     pub(crate) retries: u8,
     pub(crate) promise: KeyPromise,
-    pub(crate) _share: Share,
+    share: Share,
+}
+
+impl DumpItem {
+    /// Ends what is open of the key, and gives its share of the limits back before.
+    pub(crate) fn end(self, cached: DumpResult, durable: DumpResult) {
+        let Self { promise, share, .. } = self;
+        drop(share);
+        promise.end(Some(cached), Some(durable));
+    }
 }
 
 /// A checked dump task.
@@ -261,7 +265,7 @@ impl DumpTask {
                 durable: self.durable,
                 retries: 0,
                 promise: KeyPromise { shared: Arc::clone(&shared), index },
-                _share: share,
+                share,
             })
             .collect();
         Ok((Box::new(PreparedDump { items }), DumpHandle { shared }))

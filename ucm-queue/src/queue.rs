@@ -86,7 +86,8 @@ impl Builder {
     }
 
     /// Buffers for shards that find the cache full: the first `for_dumps` cells of `buffers` serve
-    /// dumps, the others loads. Without buffers such shards fail as `NoSpace`.
+    /// dumps, the others loads. Without buffers such shards fail as `NoSpace`, unless the queue
+    /// itself is about to release a slot.
     pub fn bounce(mut self, buffers: Arc<dyn SlotMemory>, for_dumps: u32) -> Self {
         self.bounce = Some((buffers, for_dumps));
         self

@@ -149,7 +149,8 @@ pub(crate) struct Prepared {
     /// (block, s + 1) of each block, for the idle window.
     pub(crate) next_keys: Vec<Key>,
     pub(crate) admitted: Instant,
-    pub(crate) _share: Share,
+    /// Given back before the last request ends.
+    pub(crate) share: Option<Share>,
 }
 
 impl Task {
@@ -211,7 +212,7 @@ impl Task {
             order,
             next_keys,
             admitted: now,
-            _share: share,
+            share: Some(share),
         };
         Ok((Box::new(prepared), handle))
     }

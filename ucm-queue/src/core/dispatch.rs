@@ -140,17 +140,23 @@ impl Core {
             Ok(Acquired::Waiter(waiter)) => self.wait_for(id, unit, waiter),
             Ok(Acquired::Owner(fill)) => return self.read_into_slot(id, unit, fill),
             Ok(Acquired::Full) => {
-                if !self.parts.load_bounce.exists() {
-                    self.unit_ended(id, unit, Err(FailKind::NoSpace));
-                } else if let Some(lease) = self.parts.load_bounce.try_acquire() {
+                if let Some(lease) = self.parts.load_bounce.try_acquire() {
                     return self.read_around(id, unit, lease);
-                } else {
+                }
+                // Our own pins or buffers come back by themselves; others' may never.
+                if self.parts.load_bounce.exists() || self.holds_slots() {
                     return Walk::Blocked;
                 }
+                self.unit_ended(id, unit, Err(FailKind::NoSpace));
             }
             Err(error) => self.cache_failed(id, unit, &error),
         }
         Walk::Exhausted
+    }
+
+    /// Whether a slot will be unpinned when something of ours ends.
+    fn holds_slots(&self) -> bool {
+        self.loads_in_flight > 0 || !self.copier.is_idle()
     }
 
     /// While all reads are busy and others may load the same shards: copies what they have finished.

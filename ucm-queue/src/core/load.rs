@@ -168,6 +168,10 @@ impl Core {
             Outcome::Cancelled => metrics.cancelled.add(1),
             Outcome::Deadline | Outcome::Stuck => metrics.expired.add(1),
         }
+        if task.open_requests == 0 {
+            // Whoever hears of the last end may submit again at once.
+            task.prepared.share = None;
+        }
         task.prepared.promise.end(index, outcome);
     }
 

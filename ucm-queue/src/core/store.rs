@@ -37,7 +37,7 @@ impl Core {
                 Ok(Acquired::Owner(fill)) => self.snap_into_slot(item, fill),
                 Ok(Acquired::Full) => {
                     if !item.durable || !self.parts.dump_bounce.exists() {
-                        self.dump_failed(&item, FailKind::NoSpace);
+                        self.dump_failed(item, FailKind::NoSpace);
                     } else if let Some(lease) = self.parts.dump_bounce.try_acquire() {
                         self.snap_into_bounce(item, lease);
                     } else {
@@ -47,7 +47,7 @@ impl Core {
                 }
                 Err(error) => {
                     tracing::warn!(%error, "the cache refused a dump");
-                    self.dump_failed(&item, FailKind::Unavailable);
+                    self.dump_failed(item, FailKind::Unavailable);
                 }
             }
         }
@@ -55,16 +55,15 @@ impl Core {
 
     /// The shard is in the cache already: nothing is copied.
     pub(super) fn dump_resident(&mut self, item: DumpItem, pin: Pin) {
-        item.promise.cached(Ok(()));
         self.parts.metrics.dump_resident.add(1);
-        self.make_durable(item, Bytes::Slot(pin));
+        self.cached(item, pin);
     }
 
     /// Whoever was filling the shard failed; our bytes are here, so try to be the next.
     pub(super) fn dump_filler_failed(&mut self, mut item: DumpItem, kind: FailKind) {
         item.retries += 1;
         if item.retries > RETRIES {
-            self.dump_failed(&item, kind);
+            self.dump_failed(item, kind);
         } else {
             self.dumps.push_front(item);
         }
@@ -78,7 +77,7 @@ impl Core {
             }
             None => {
                 fill.fail(FailKind::Other);
-                self.dump_failed(&item, FailKind::Other);
+                self.dump_failed(item, FailKind::Other);
             }
         }
     }
@@ -88,7 +87,7 @@ impl Core {
             Some(to) => {
                 self.copy_out(Snap { item, to, into: SnapInto::Bounce(lease), alone: false });
             }
-            None => self.dump_failed(&item, FailKind::Other),
+            None => self.dump_failed(item, FailKind::Other),
         }
     }
 
@@ -101,35 +100,37 @@ impl Core {
                 match fill.publish() {
                     Ok(pin) => {
                         self.parts.metrics.dump_copied.add(1);
-                        item.promise.cached(Ok(()));
-                        self.make_durable(item, Bytes::Slot(pin));
+                        self.cached(item, pin);
                     }
                     Err(PublishError::IoInFlight(fill)) => {
                         fill.abandon_draining(FailKind::Other);
-                        self.dump_failed(&item, FailKind::Other);
+                        self.dump_failed(item, FailKind::Other);
                     }
-                    Err(PublishError::Fenced) => self.dump_failed(&item, FailKind::Unavailable),
+                    Err(PublishError::Fenced) => self.dump_failed(item, FailKind::Unavailable),
                 }
             }
             (SnapInto::Slot { token, fill }, Err(kind)) => {
                 drop(token);
                 fill.fail(kind);
-                self.dump_failed(&item, kind);
+                self.dump_failed(item, kind);
             }
             (SnapInto::Bounce(lease), Ok(())) => {
                 self.parts.metrics.dump_bypass.add(1);
                 item.promise.cached(Err(FailKind::NoSpace));
-                self.make_durable(item, Bytes::Bounce(lease));
+                self.durables.push_back(Durable { item, bytes: Bytes::Bounce(lease) });
             }
-            (SnapInto::Bounce(_), Err(kind)) => self.dump_failed(&item, kind),
+            (SnapInto::Bounce(_), Err(kind)) => self.dump_failed(item, kind),
         }
     }
 
-    fn make_durable(&mut self, item: DumpItem, bytes: Bytes) {
+    /// The bytes of a dump are in the cache; the backend comes next, if asked for.
+    fn cached(&mut self, item: DumpItem, pin: Pin) {
         if item.durable {
-            self.durables.push_back(Durable { item, bytes });
+            item.promise.cached(Ok(()));
+            self.durables.push_back(Durable { item, bytes: Bytes::Slot(pin) });
         } else {
-            item.promise.durable(Ok(()));
+            drop(pin);
+            item.end(Ok(()), Ok(()));
         }
     }
 
@@ -143,7 +144,7 @@ impl Core {
             };
             match memory {
                 Some(memory) => self.start_store(item, memory),
-                None => self.dump_failed(&item, FailKind::Other),
+                None => self.dump_failed(item, FailKind::Other),
             }
         }
     }
@@ -154,13 +155,13 @@ impl Core {
             Ok(()) => self.parts.metrics.dump_durable.add(1),
             Err(_) => self.parts.metrics.dump_failed.add(1),
         }
-        item.promise.durable(result);
+        // `cached` has ended long ago.
+        item.end(result, result);
     }
 
     /// Ends what is open of a dump with this failure.
-    fn dump_failed(&self, item: &DumpItem, kind: FailKind) {
+    fn dump_failed(&self, item: DumpItem, kind: FailKind) {
         self.parts.metrics.dump_failed.add(1);
-        item.promise.cached(Err(kind));
-        item.promise.durable(Err(kind));
+        item.end(Err(kind), Err(kind));
     }
 }

@@ -295,19 +295,21 @@ fn f9_a_waiter_hears_of_the_failure_and_retries_once_as_owner() {
     pair.waiter.2.assert_holds(key(1), 1);
     assert_eq!(pair.waiter.0.loads(), (1, 1));
     assert_eq!(pair.waiter.1.stats().retried_shards, 1);
+    assert_eq!(outcomes(&owned)[1], Outcome::Loaded);
     pair.node.assert_at_rest();
 }
 
 #[test]
 fn f9_the_retry_fails_as_its_own_failure() {
     let pair = Pair::new();
-    let (_owned, waits) = pair.start(1);
+    let (owned, waits) = pair.start(1);
     pair.owner.0.fail(key(0), [ErrorKind::Io]);
     pair.waiter.0.fail(key(0), [ErrorKind::Unavailable]);
     pair.owner.0.open();
     pair.waiter.0.open();
     assert_eq!(outcomes(&waits), [recompute(&[0], FailKind::Unavailable)]);
     assert_eq!(pair.waiter.0.loads(), (1, 1), "one retry, not more");
+    assert_eq!(outcomes(&owned), [recompute(&[0], FailKind::Io)]);
     pair.node.assert_at_rest();
 }
 

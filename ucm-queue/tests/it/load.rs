@@ -239,6 +239,25 @@ fn q16_a_task_larger_than_the_cache_completes() {
 }
 
 #[test]
+fn q16_without_buffers_a_large_task_waits_for_its_own_slots() {
+    let node = Node::new(4, BYTES);
+    let rank = node.rank();
+    let backend = Script::new();
+    let queue = rank.builder(backend.clone()).backend_depth(8).start().unwrap();
+    let buffer = Buffer::of(&queue, 100, BYTES);
+    for _ in 0..3 {
+        assert_all_loaded(&queue.submit(request_of(&buffer, (0..100).map(key))).unwrap());
+        for i in 0..100 {
+            buffer.assert_holds(key(i), i);
+            buffer.wipe(i);
+        }
+    }
+    assert_eq!(queue.stats().bypass_shards, 0);
+    queue.close().unwrap();
+    node.assert_at_rest();
+}
+
+#[test]
 fn q16_every_slot_pinned_by_others_is_bypassed() {
     let node = Node::new(4, BYTES);
     let rank = node.rank();
