@@ -53,6 +53,8 @@ struct Counts {
     last_change: Option<Instant>,
     /// Sum of (number in flight × time).
     operation_time: Duration,
+    /// Number in flight after each change, if somebody asked for it.
+    timeline: Option<Vec<(Instant, u64)>>,
 }
 
 impl Meter {
@@ -72,13 +74,24 @@ impl Meter {
         self.lock().per_key.get(&(*block, shard)).copied().unwrap_or(0)
     }
 
+    /// From now on, notes the number in flight after each change.
+    pub fn keep_timeline(&self) {
+        self.lock().timeline = Some(Vec::new());
+    }
+
+    /// Takes what was noted since [`keep_timeline`](Self::keep_timeline), and stops noting.
+    pub fn take_timeline(&self) -> Vec<(Instant, u64)> {
+        self.lock().timeline.take().unwrap_or_default()
+    }
+
     /// Starts again from zero; operations in flight stay counted as such.
     pub fn reset(&self) {
         let mut counts = self.lock();
         let in_flight = counts.report.in_flight;
         let last_change = (in_flight > 0).then(Instant::now);
         let report = MeterReport { in_flight, in_flight_max: in_flight, ..MeterReport::default() };
-        *counts = Counts { report, last_change, ..Counts::default() };
+        let timeline = counts.timeline.take();
+        *counts = Counts { report, last_change, timeline, ..Counts::default() };
     }
 
     pub(crate) fn started(&self, ops: &[Op], direction: Direction) {
@@ -93,6 +106,7 @@ impl Meter {
         let report = &mut counts.report;
         report.in_flight += ops.len() as u64;
         report.in_flight_max = report.in_flight_max.max(report.in_flight);
+        counts.note();
     }
 
     pub(crate) fn ended(&self, direction: Direction, bytes: usize, ok: bool) {
@@ -105,6 +119,7 @@ impl Meter {
             (true, Direction::Load) => report.loaded_bytes += bytes as u64,
             (true, Direction::Dump) => report.dumped_bytes += bytes as u64,
         }
+        counts.note();
     }
 
     fn lock(&self) -> MutexGuard<'_, Counts> {
@@ -122,6 +137,12 @@ impl Counts {
         self.report.busy += passed;
         let n = u32::try_from(self.report.in_flight).unwrap_or(u32::MAX);
         self.operation_time += passed.saturating_mul(n);
+    }
+
+    fn note(&mut self) {
+        if let (Some(timeline), Some(now)) = (&mut self.timeline, self.last_change) {
+            timeline.push((now, self.report.in_flight));
+        }
     }
 
     fn count_load(&mut self, key: Key) {
