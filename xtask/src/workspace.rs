@@ -21,8 +21,12 @@ pub(crate) struct Workspace {
 impl Workspace {
     /// Asks cargo. Needs neither network nor a built workspace.
     pub(crate) fn load() -> Result<Self, Failure> {
+        // `cargo run` tells where it was called: a target folder shared by two checkouts may hold
+        // the program of the other one.
+        let package = std::env::var_os("CARGO_MANIFEST_DIR")
+            .map_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")), PathBuf::from);
         let metadata = MetadataCommand::new()
-            .manifest_path(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+            .manifest_path(package.join("Cargo.toml"))
             .no_deps()
             .exec()
             .map_err(|error| Failure(format!("cargo metadata: {error}")))?;
