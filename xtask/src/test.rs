@@ -94,13 +94,12 @@ fn with_nextest(
 
 fn with_libtest(args: &Args, summary: &mut Summary) -> Result<bool, Failure> {
     let mut reader = LibtestReader::default();
-    let good =
-        Shell::cargo(&["test", "--no-fail-fast", "--lib", "--bins", "--tests", "--examples"])
-            .args(&selection(args))
-            .args(&["--", "--show-output"])
-            .args(&args.filters)
-            .args(&args.rest)
-            .watch(|line| reader.line(line))?;
+    let good = Shell::cargo(&["test", "--no-fail-fast", "--all-targets"])
+        .args(&selection(args))
+        .args(&["--", "--show-output"])
+        .args(&args.filters)
+        .args(&args.rest)
+        .watch(|line| reader.line(line))?;
     let mut counts = reader.finish();
     if !good {
         counts.broken_run();
