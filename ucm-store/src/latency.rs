@@ -3,24 +3,22 @@
 //! **Invariant:** an operation ends not before its delay has passed since its service began, and
 //! at most `depth` operations are in service at any time.
 
+mod core;
+
 use std::{
-    cmp::Reverse,
-    collections::{BinaryHeap, HashMap, VecDeque},
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::{self, JoinHandle},
     time::Duration,
 };
 
+use self::core::{Core, Starting};
 use crate::{
-    Backend, BackendCapabilities, ErrorKind, Meter, Op, Presence, StoreError,
-    meter::Direction,
+    Backend, BackendCapabilities, ErrorKind, Meter, Op, Presence, StoreError, meter::Direction,
     random::SplitMix,
-    timer::{Alarm, Moment},
 };
 
 type Key = ([u8; 16], u32);
-type Ended = (Op, Result<(), StoreError>);
 
 /// How long an operation takes, from the start of its service to its end.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -90,28 +88,8 @@ impl<B: Backend + 'static> LatencyBackend<B> {
         let refused = |what: &str, e: std::io::Error| {
             StoreError::new(ErrorKind::Io, format!("{what} for a latency backend: {e}"))
         };
-        let alarm = Alarm::new().map_err(|e| refused("no timer", e))?;
-        let state = State {
-            waiting: VecDeque::new(),
-            serving: HashMap::new(),
-            due: BinaryHeap::new(),
-            late_exits: 0,
-            next_id: 0,
-            armed: None,
-            random: SplitMix::new(seed),
-            stopped: false,
-        };
-        let (meter, depth) = (Meter::default(), depth.max(1));
-        let shared = Arc::new(Shared {
-            inner,
-            delay,
-            depth,
-            meter,
-            alarm,
-            state: Mutex::new(state),
-            #[cfg(test)]
-            thread_id: std::sync::OnceLock::new(),
-        });
+        let core = Core::new(delay, depth, seed).map_err(|e| refused("no timer", e))?;
+        let shared = Arc::new(Shared { inner, core: Arc::new(core) });
         let of_thread = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("ucm-latency".into())
@@ -122,7 +100,7 @@ impl<B: Backend + 'static> LatencyBackend<B> {
 
     /// Operations as the device sees them: in flight means in service.
     pub fn meter(&self) -> &Meter {
-        &self.shared.meter
+        &self.shared.core.meter
     }
 
     /// The backend inside.
@@ -134,16 +112,16 @@ impl<B: Backend + 'static> LatencyBackend<B> {
 impl<B: Backend + 'static> Backend for LatencyBackend<B> {
     fn capabilities(&self) -> BackendCapabilities {
         let inner = self.shared.inner.capabilities();
-        let mode = format!("{} + {:?}", inner.mode, self.shared.delay);
-        BackendCapabilities { mode, depth: self.shared.depth, ..inner }
+        let mode = format!("{} + {:?}", inner.mode, self.shared.core.delay);
+        BackendCapabilities { mode, depth: self.shared.core.depth, ..inner }
     }
 
     fn load(&self, ops: Vec<Op>) {
-        self.shared.submit(Direction::Load, ops);
+        self.shared.start(self.shared.core.submit(Direction::Load, ops));
     }
 
     fn dump(&self, ops: Vec<Op>) {
-        self.shared.submit(Direction::Dump, ops);
+        self.shared.start(self.shared.core.submit(Direction::Dump, ops));
     }
 
     fn contains(&self, keys: &[Key]) -> Vec<Presence> {
@@ -161,7 +139,7 @@ impl<B: Backend + 'static> Backend for LatencyBackend<B> {
 
 impl<B: Backend + 'static> Drop for LatencyBackend<B> {
     fn drop(&mut self) {
-        self.shared.stop();
+        isolate(|| self.shared.core.stop());
         let me = thread::current().id();
         if let Some(thread) = self.thread.take()
             // A sink called by the thread may drop the last reference to the backend.
@@ -173,148 +151,29 @@ impl<B: Backend + 'static> Drop for LatencyBackend<B> {
     }
 }
 
+/// What the thread works with. Operations inside `inner` refer to the core only: otherwise a
+/// backend that never ends an operation would keep itself alive.
 #[derive(Debug)]
 struct Shared<B> {
     inner: B,
-    delay: Delay,
-    depth: usize,
-    meter: Meter,
-    alarm: Alarm,
-    state: Mutex<State>,
-    /// Kernel id of the thread, for whoever wants to watch it.
-    #[cfg(test)]
-    thread_id: std::sync::OnceLock<i32>,
+    core: Arc<Core>,
 }
 
-#[derive(Debug)]
-struct State {
-    waiting: VecDeque<(Direction, Op)>,
-    serving: HashMap<u64, Service>,
-    due: BinaryHeap<Reverse<(Moment, u64)>>,
-    /// Places in service freed by operations whose backend was slower than their delay.
-    late_exits: usize,
-    next_id: u64,
-    /// What the alarm is set to.
-    armed: Option<Moment>,
-    random: SplitMix,
-    stopped: bool,
-}
-
-/// An operation in service.
-#[derive(Debug)]
-enum Service {
-    /// Not due, the backend works.
-    Working,
-    /// Not due, the backend has ended.
-    Landed(Direction, Op, Result<(), StoreError>),
-    /// Due, the backend still works.
-    Overdue,
-}
-
-/// Operations that enter service now.
-type Starting = Vec<(Direction, u64, Op)>;
-
-impl<B: Backend + 'static> Shared<B> {
-    fn submit(self: &Arc<Self>, direction: Direction, ops: Vec<Op>) {
-        let mut starting = Vec::with_capacity(ops.len().min(self.depth));
-        let mut refused = Vec::new();
-        {
-            let mut state = self.lock();
-            let now = Moment::now();
-            for op in ops {
-                if state.stopped {
-                    refused.push((op, Err(shut_down())));
-                } else if state.serving.len() < self.depth && state.waiting.is_empty() {
-                    self.enter(&mut state, now, direction, op, &mut starting);
-                } else {
-                    state.waiting.push_back((direction, op));
-                }
-            }
-            self.arm(&mut state);
-        }
-        Op::finish_all(refused);
-        self.start(starting);
-    }
-
-    fn run(self: &Arc<Self>) {
-        #[cfg(test)]
-        self.thread_id.get_or_init(|| rustix::thread::gettid().as_raw_nonzero().get());
-        while let Ok(()) = self.alarm.wait() {
-            let mut ended = Vec::new();
-            let mut starting = Vec::new();
-            {
-                let mut state = self.lock();
-                if state.stopped {
-                    return;
-                }
-                state.armed = None;
-                self.advance(&mut state, &mut ended, &mut starting);
-                self.arm(&mut state);
-            }
+impl<B: Backend> Shared<B> {
+    /// The thread: sleeps until something is due.
+    fn run(&self) {
+        while let Some((ended, starting)) = self.core.wait() {
             // Foreign code: neither a sink nor a backend may end this thread.
-            self.isolate(|| Op::finish_all(ended));
-            self.isolate(|| self.start(starting));
+            isolate(|| Op::finish_all(ended));
+            isolate(|| self.start(starting));
         }
     }
 
-    /// Ends what is due and lets waiting operations into the freed places.
-    fn advance(&self, state: &mut State, ended: &mut Vec<Ended>, starting: &mut Starting) {
-        let now = Moment::now();
-        for _ in 0..std::mem::take(&mut state.late_exits) {
-            self.enter_next(state, now, starting);
-        }
-        while let Some(Reverse((due, id))) = state.due.peek().copied() {
-            if due > now {
-                break;
-            }
-            state.due.pop();
-            match state.serving.remove(&id) {
-                Some(Service::Landed(direction, op, result)) => {
-                    self.leave(direction, &op, &result);
-                    ended.push((op, result));
-                    // The successor had been waiting: the device took it up at that moment.
-                    self.enter_next(state, due, starting);
-                }
-                Some(Service::Working | Service::Overdue) => {
-                    state.serving.insert(id, Service::Overdue);
-                }
-                None => {}
-            }
-        }
-    }
-
-    fn enter_next(&self, state: &mut State, at: Moment, starting: &mut Starting) {
-        if state.serving.len() < self.depth
-            && let Some((direction, op)) = state.waiting.pop_front()
-        {
-            self.enter(state, at, direction, op, starting);
-        }
-    }
-
-    fn enter(
-        &self,
-        state: &mut State,
-        at: Moment,
-        direction: Direction,
-        op: Op,
-        starting: &mut Starting,
-    ) {
-        self.meter.started(std::slice::from_ref(&op), direction);
-        let id = state.next_id;
-        state.next_id += 1;
-        let due = at.after(self.delay.draw(&mut state.random));
-        state.serving.insert(id, Service::Working);
-        state.due.push(Reverse((due, id)));
-        starting.push((direction, id, op));
-    }
-
-    fn start(self: &Arc<Self>, starting: Starting) {
+    fn start(&self, starting: Starting) {
         let (mut loads, mut dumps) = (Vec::new(), Vec::new());
         for (direction, id, op) in starting {
-            let shared = Arc::clone(self);
-            let inner = op.intercept(move |op, result| {
-                shared.inner_ended(direction, id, op, result);
-            });
+            let core = Arc::clone(&self.core);
+            let inner = op.intercept(move |op, result| core.landed(direction, id, op, result));
             match direction {
                 Direction::Load => loads.push(inner),
                 Direction::Dump => dumps.push(inner),
@@ -327,77 +186,12 @@ impl<B: Backend + 'static> Shared<B> {
             self.inner.dump(dumps);
         }
     }
-
-    fn inner_ended(&self, direction: Direction, id: u64, op: Op, result: Result<(), StoreError>) {
-        {
-            let mut state = self.lock();
-            let stopped = state.stopped;
-            match state.serving.remove(&id) {
-                Some(Service::Working) if !stopped => {
-                    state.serving.insert(id, Service::Landed(direction, op, result));
-                    return;
-                }
-                Some(Service::Overdue) if !stopped && !state.waiting.is_empty() => {
-                    // Not from here: a backend that ends inside its call would recurse.
-                    state.late_exits += 1;
-                    self.arm_for(&mut state, Moment::now());
-                }
-                _ => {}
-            }
-            self.leave(direction, &op, &result);
-        }
-        op.finish(result);
-    }
-
-    fn leave(&self, direction: Direction, op: &Op, result: &Result<(), StoreError>) {
-        self.meter.ended(direction, op.memory().len(), result.is_ok());
-    }
-
-    fn stop(&self) {
-        let mut state = self.lock();
-        state.stopped = true;
-        let mut ended: Vec<Ended> =
-            state.waiting.drain(..).map(|(_, op)| (op, Err(shut_down()))).collect();
-        // Those that the backend still has end through it.
-        for (_, service) in state.serving.drain() {
-            if let Service::Landed(direction, op, result) = service {
-                self.leave(direction, &op, &result);
-                ended.push((op, result));
-            }
-        }
-        self.alarm.set(Moment::now());
-        drop(state);
-        self.isolate(|| Op::finish_all(ended));
-    }
-
-    /// Sets the alarm to the next due time, unless it will ring before anyway.
-    fn arm(&self, state: &mut State) {
-        // An overdue operation is not in the heap any more, so its top is always to come.
-        if let Some(Reverse((due, _))) = state.due.peek().copied() {
-            self.arm_for(state, due);
-        }
-    }
-
-    fn arm_for(&self, state: &mut State, at: Moment) {
-        if state.armed.is_none_or(|armed| at < armed) {
-            state.armed = Some(at);
-            self.alarm.set(at);
-        }
-    }
-
-    fn isolate(&self, foreign: impl FnOnce()) {
-        if catch_unwind(AssertUnwindSafe(foreign)).is_err() {
-            tracing::error!("a sink or backend panicked in the thread of a latency backend");
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
-fn shut_down() -> StoreError {
-    StoreError::new(ErrorKind::Cancelled, "the backend was shut down before the operation began")
+fn isolate(foreign: impl FnOnce()) {
+    if catch_unwind(AssertUnwindSafe(foreign)).is_err() {
+        tracing::error!("a sink or backend panicked in the thread of a latency backend");
+    }
 }
 
 #[cfg(test)]

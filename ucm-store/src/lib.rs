@@ -6,6 +6,7 @@
 
 mod backend;
 mod error;
+mod file;
 mod latency;
 mod memory;
 mod meter;
@@ -17,9 +18,11 @@ mod raw;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod timer;
+mod xxh3;
 
 pub use backend::{Backend, BackendCapabilities, Presence};
 pub use error::{ErrorKind, StoreError};
+pub use file::{Durability, FileBackend, FileConfig, FileReport, FileStep};
 pub use latency::{Delay, LatencyBackend};
 pub use memory::MemoryBackend;
 pub use meter::{Meter, MeterReport, Metered};

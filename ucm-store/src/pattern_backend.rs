@@ -26,7 +26,7 @@ const CHUNK: usize = 4096;
 pub struct PatternBackend {
     generation: u64,
     object_bytes: Option<usize>,
-    shards_per_block: u32,
+    shards_per_block: Option<u32>,
     meter: Meter,
     state: Mutex<State>,
 }
@@ -50,7 +50,7 @@ impl PatternBackend {
         Self {
             generation,
             object_bytes: None,
-            shards_per_block: u32::MAX,
+            shards_per_block: None,
             meter: Meter::default(),
             state: Mutex::default(),
         }
@@ -66,7 +66,7 @@ impl PatternBackend {
     /// Limits the shard indexes: a shard beyond ends as `Missing`.
     #[must_use]
     pub fn shards_per_block(mut self, shards: u32) -> Self {
-        self.shards_per_block = shards;
+        self.shards_per_block = Some(shards);
         self
     }
 
@@ -82,10 +82,10 @@ impl PatternBackend {
     }
 
     fn generation_of(&self, key: Key) -> Result<u64, StoreError> {
-        if key.1 >= self.shards_per_block {
+        if let Some(shards) = self.shards_per_block.filter(|shards| key.1 >= *shards) {
             return Err(StoreError::new(
                 ErrorKind::Missing,
-                format!("shard {} of blocks with {} shards", key.1, self.shards_per_block),
+                format!("shard {} of blocks with {shards} shards", key.1),
             ));
         }
         let state = self.lock();

@@ -5,5 +5,7 @@
 #![expect(clippy::unwrap_used, reason = "test support: a failure here is a failed test")]
 
 mod collector;
+mod conformance;
 
 pub use collector::Collector;
+pub use conformance::{Keeps, conformance};
