@@ -18,7 +18,7 @@ use crate::{
     compare,
     document::Document,
     error::{BenchError, exit_code},
-    report, trace,
+    load, report, trace,
 };
 
 /// Options of all subcommands.
@@ -60,12 +60,20 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Rank processes load the same tasks through one cache
+    Load(load::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// Turn a run into one HTML page
     Report(report::Args),
     /// Two runs side by side, with a significance test
     Compare(compare::Args),
+    /// A process of a measurement; started by the others
+    #[command(hide = true)]
+    Rank {
+        /// Which measurement
+        workload: String,
+    },
 }
 
 /// Runs the command line of this process.
@@ -93,11 +101,20 @@ pub fn main() -> ExitCode {
 fn measure(cli: &Cli) -> Result<(), BenchError> {
     let common = &cli.common;
     let document = match &cli.command {
+        Command::Load(args) => load::run(args, common)?,
         Command::Trace(args) => trace::run(args, common)?,
         Command::Report(args) => return report::run(args),
         Command::Compare(args) => return compare::run(args, common),
+        Command::Rank { workload } => return rank(workload),
     };
     finish(&document, common)
+}
+
+fn rank(workload: &str) -> Result<(), BenchError> {
+    match workload {
+        "load" => load::run_rank(),
+        other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),
+    }
 }
 
 /// Prints a document, then checks it: wrong bytes first, then each assertion.

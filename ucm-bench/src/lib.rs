@@ -14,16 +14,20 @@
 
 mod assertion;
 mod cli;
+mod clock;
 mod compare;
 mod document;
 mod env;
 mod error;
 mod figure;
+mod load;
 mod plot;
 mod progress;
+mod ranks;
 mod report;
 mod rng;
 mod run_file;
+mod scratch;
 mod stats;
 mod table;
 mod trace;

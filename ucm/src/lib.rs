@@ -1,1 +1,37 @@
-//! Placeholder.
+//! A KV cache close to the GPUs: all ranks of a node share one host-memory cache, and each rank's
+//! queues bring shards from a backend into it and on to the device, each byte once.
+//!
+//! One builder, [`Node`]; a [`Rank`] per device loads and dumps; a [`Scheduler`] asks what is there
+//! and promises it. Settings come from code or from [`Config`].
+//!
+//! **Invariant:** this crate only composes; every mechanism lives in the crate that owns it.
+
+mod backends;
+mod config;
+mod error;
+mod instance;
+mod meta;
+mod node;
+mod rank;
+mod scheduler;
+mod slots;
+
+pub use config::{
+    AxisConfig, BackendConfig, BackendKind, CacheConfig, Config, DurabilityKind, NamespaceConfig,
+    OrderKind, Pages, PoolConfig, QueueConfig, SchedulerFirst, SocketKind,
+};
+pub use error::{Error, ErrorKind};
+pub use node::{Node, NodeBuilder, RankBuilder};
+pub use rank::{Rank, RankReport};
+pub use scheduler::Scheduler;
+
+pub use ucm_ctrl::{
+    BlockId, FailKind, Identity, Inspection, Key, Lease, LeaseOutcome, LeaseTicket, Namespace,
+    ParallelAxis, PoolId, Presence, Redeemed,
+};
+pub use ucm_queue::{
+    Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef, Task,
+    TaskHandle,
+};
+pub use ucm_store::Backend;
+pub use ucm_transport::{Addr, Location, Memory, RegionId, TransferEngine};

@@ -1,0 +1,106 @@
+//! `ucm inspect`.
+//!
+//! **Invariant:** a cache with contradictions ends with a non-zero exit code.
+
+use std::{fmt::Write as _, process::ExitCode};
+
+use serde_json::{Value, json};
+use ucm::{Error, Inspection, Node};
+
+pub(crate) fn run(node: &Node, as_json: bool) -> Result<ExitCode, Error> {
+    let inspection = node.inspect()?;
+    if as_json {
+        crate::print(&format!("{:#}\n", document(&inspection)));
+    } else {
+        crate::print(&text(node, &inspection));
+    }
+    Ok(if inspection.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(5) })
+}
+
+fn document(inspection: &Inspection) -> Value {
+    let pools = inspection.pools.iter().map(|p| {
+        json!({
+            "slots": p.slots, "reserved": p.reserved, "free": p.free, "moving": p.moving, "idle": p.idle,
+            "filling": p.filling, "ready": p.ready, "failed": p.failed, "draining": p.draining,
+            "pinned": p.pinned, "accessed": p.accessed, "cursor": p.cursor,
+            "oldest_fill_ms": p.oldest_fill_ms, "longest_bucket": p.longest_bucket,
+        })
+    });
+    let members = inspection.members.iter().map(|m| {
+        json!({
+            "seat": m.index, "state": format!("{:?}", m.state), "generation": m.generation, "pid": m.pid,
+            "device_id": m.device_id, "pinned_slots": m.pins, "filling": m.filling,
+        })
+    });
+    let statistics: serde_json::Map<String, Value> = inspection
+        .statistics
+        .list()
+        .into_iter()
+        .map(|(name, value)| (name.to_owned(), value.into()))
+        .collect();
+    json!({
+        "pools": pools.collect::<Vec<_>>(),
+        "members": members.collect::<Vec<_>>(),
+        "statistics": statistics,
+        "problems": inspection.problems,
+    })
+}
+
+fn text(node: &Node, inspection: &Inspection) -> String {
+    let mut out = String::new();
+    // Writing to a string cannot fail.
+    let _ = writeln!(out, "cache in {}", node.config().instance_dir().display());
+    for (pool, config) in inspection.pools.iter().zip(&node.config().pool) {
+        let _ = writeln!(
+            out,
+            "\npool {}: {} + {} slots of {} bytes\n  ready {}  filling {}  failed {}  idle {}  free {}  \
+             moving {}  draining {}\n  pinned {}  accessed {}  hand at {}  oldest fill {} ms  longest bucket {}",
+            config.name,
+            pool.slots,
+            pool.reserved,
+            config.shard_bytes,
+            pool.ready,
+            pool.filling,
+            pool.failed,
+            pool.idle,
+            pool.free,
+            pool.moving,
+            pool.draining,
+            pool.pinned,
+            pool.accessed,
+            pool.cursor,
+            pool.oldest_fill_ms,
+            pool.longest_bucket,
+        );
+    }
+    let _ = writeln!(out, "\nmembers (seat, process, device, pinned slots, fills)");
+    for member in &inspection.members {
+        let device = if member.device_id < 0 {
+            "scheduler".into()
+        } else {
+            format!("device {}", member.device_id)
+        };
+        let _ = writeln!(
+            out,
+            "  {:>3}  {:>8}  {device:<12}  {:>8}  {:>5}  {:?}",
+            member.index, member.pid, member.pins, member.filling, member.state
+        );
+    }
+    let _ = writeln!(out, "\nevents since creation");
+    for (name, value) in inspection.statistics.list() {
+        let _ = writeln!(out, "  {name:<20} {value:>14}");
+    }
+    if inspection.problems.is_empty() {
+        let _ = writeln!(out, "\nno contradictions");
+    } else {
+        let _ = writeln!(
+            out,
+            "\n{} contradictions (on a busy cache a few may be passing states):",
+            inspection.problems.len()
+        );
+        for problem in &inspection.problems {
+            let _ = writeln!(out, "  {problem}");
+        }
+    }
+    out
+}

@@ -1,0 +1,80 @@
+//! The `ucm` command: looks at a node's cache and at the machine it runs on.
+//!
+//! **Invariant:** exit codes are stable: 0 done, 2 usage or configuration, 3 the environment lacks
+//! something, 4 IO, 5 wrong bytes or damage, 6 incompatible.
+
+mod doctor;
+mod inspect;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::{Parser, Subcommand};
+use ucm::{Config, Error, Node};
+
+/// KV cache of a node: inspection and diagnosis.
+#[derive(Debug, Parser)]
+#[command(name = "ucm", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    settings: Settings,
+}
+
+#[derive(Debug, clap::Args)]
+struct Settings {
+    /// Configuration file (TOML).
+    #[arg(long, short, global = true, env = "UCM_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Sets one value, as section.key=value or pool.N.key=value; may be repeated. Wins over the
+    /// environment (`UCM__SECTION__KEY`), which wins over the file.
+    #[arg(long = "set", short, global = true, value_name = "KEY=VALUE")]
+    set: Vec<String>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Prints what is in a living cache and checks it for contradictions.
+    Inspect {
+        /// One JSON document instead of text.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Says what this machine has, what ucm would use of it, and what to do about the rest.
+    Doctor {
+        /// One JSON document instead of text.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Prints the settings in force.
+    Config,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(&cli) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("ucm: {error}");
+            ExitCode::from(u8::try_from(error.kind() as u32).unwrap_or(1))
+        }
+    }
+}
+
+fn run(cli: &Cli) -> Result<ExitCode, Error> {
+    let config = Config::load(cli.settings.config.as_deref(), std::env::vars(), &cli.settings.set)?;
+    match cli.command {
+        Command::Inspect { json } => inspect::run(&Node::new(config)?, json),
+        Command::Doctor { json } => doctor::run(&config, json),
+        Command::Config => {
+            print(&config.to_toml()?);
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// Prints to standard output; a closed pipe is no error.
+fn print(text: &str) {
+    use std::io::Write as _;
+    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+}

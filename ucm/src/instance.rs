@@ -1,0 +1,282 @@
+//! One process's stay in a cache: rendezvous, control region and segments put together.
+//!
+//! **Invariant:** a member's seat outlives its record in the control region, and both outlive every
+//! handle made from them, so that nobody clears up after a member that can still write.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, OnceLock},
+    thread::{self, ThreadId},
+};
+
+use ucm_ctrl::{
+    Control, Geometry, LAYOUT_VERSION, Member, MemberId, MemberSpec, MemberState, PoolGeometry,
+    WeakMember,
+};
+use ucm_data::{
+    Admission, Admitted, Enter, LayoutTag, Liveness, Membership, Offer, PeerWatch, Rendezvous,
+    RendezvousConfig, Segments, SegmentsConfig, StewardHooks, Token, WhenAbsent,
+};
+
+use crate::{Config, Error, PoolConfig, meta::Meta};
+
+/// Version of the protocol between members, apart from the layouts.
+const PROTOCOL: u32 = 1;
+
+/// Called with bytes done and bytes in total.
+pub(crate) type Progress<'a> = dyn Fn(u64, u64) + Sync + 'a;
+
+/// What `enter` gives to the roles.
+#[derive(Debug)]
+pub(crate) struct Instance {
+    pub(crate) member: Member,
+    pub(crate) segments: Vec<Segments>,
+    pub(crate) created: bool,
+    pub(crate) watch: PeerWatch,
+}
+
+/// Sizes of the control region for this configuration.
+pub(crate) fn geometry(config: &Config) -> Geometry {
+    let pools = config.pool.iter().map(|pool| PoolGeometry {
+        slots: pool.slots_in_force(),
+        reserved: pool.reserved,
+        shards_per_block: pool.shards_per_block,
+        shard_bytes: pool.shard_bytes,
+    });
+    Geometry { pools: pools.collect(), leases: config.cache.leases }
+}
+
+fn layout_tag(config: &Config) -> LayoutTag {
+    let mut hash = blake3::Hasher::new();
+    let mut text = Vec::new();
+    hash.update(&config.cache.leases.to_le_bytes());
+    for pool in &config.pool {
+        let slots = pool.slots_in_force();
+        for number in [
+            u64::from(slots),
+            u64::from(pool.reserved),
+            u64::from(pool.shards_per_block),
+            pool.shard_bytes,
+        ] {
+            hash.update(&number.to_le_bytes());
+        }
+        hash.update(&(pool.name.len() as u64).to_le_bytes());
+        hash.update(pool.name.as_bytes());
+        text.push(format!(
+            "pool {:.20}: {slots}+{} slots of {} bytes, {} shards a block",
+            pool.name, pool.reserved, pool.shard_bytes, pool.shards_per_block
+        ));
+    }
+    let mut text = text.join("; ");
+    text.truncate(500);
+    LayoutTag {
+        protocol: PROTOCOL,
+        layout_version: LAYOUT_VERSION,
+        fingerprint: *hash.finalize().as_bytes(),
+        text,
+    }
+}
+
+/// Creates or joins the cache of the configuration.
+pub(crate) fn enter(
+    config: &Config,
+    spec: MemberSpec,
+    when_absent: WhenAbsent,
+    progress: &Progress<'_>,
+) -> Result<Instance, Error> {
+    config.check()?;
+    let rendezvous = RendezvousConfig {
+        deadline: config.join_timeout(),
+        sockets: config.cache.sockets.into(),
+        when_absent,
+        ..RendezvousConfig::new(config.instance_dir(), layout_tag(config))
+    };
+    let mut entrant =
+        Entrant { config, spec, progress, control: None, member: None, segments: Vec::new() };
+    let membership = Rendezvous::enter(&rendezvous, &mut entrant)?;
+    let (watch, created) = (membership.watch().clone(), membership.created());
+    let Some((member, hooks)) = entrant.member.take() else {
+        return Err(Error::Config("invariant: admitted without a member".into()));
+    };
+    member
+        .set_liveness(Arc::new(Proof { control: member.control().clone(), watch: watch.clone() }));
+    member.keep_until_left(Box::new(Seat { membership: Some(membership), hooks }));
+    Ok(Instance { member, segments: entrant.segments, created, watch })
+}
+
+struct Entrant<'a> {
+    config: &'a Config,
+    spec: MemberSpec,
+    progress: &'a Progress<'a>,
+    control: Option<Control>,
+    member: Option<(Member, Arc<Hooks>)>,
+    segments: Vec<Segments>,
+}
+
+impl Entrant<'_> {
+    fn allocate(&self, pool: &PoolConfig, progress: &Progress<'_>) -> Result<Segments, Error> {
+        let slots = pool.slots_in_force().checked_add(pool.reserved).ok_or_else(|| {
+            Error::Config(format!(
+                "pool {:?}: {} + {} slots are too many",
+                pool.name, pool.slots, pool.reserved
+            ))
+        })?;
+        let prefer = self.config.cache.pages.into();
+        let segments = SegmentsConfig {
+            prefer,
+            strict: self.config.cache.strict_pages.then_some(prefer),
+            ..SegmentsConfig::new(pool.shard_bytes, slots)
+        };
+        Ok(Segments::create_with_progress(&segments, progress)?)
+    }
+}
+
+impl Enter for Entrant<'_> {
+    type Error = Error;
+
+    fn create(&mut self) -> Result<Offer, Error> {
+        let control = Control::create(&geometry(self.config), Token::random()?.0)?;
+        let total: u64 =
+            self.config.pool.iter().map(|p| p.shard_bytes * u64::from(p.slots_in_force())).sum();
+        let mut done = 0;
+        for pool in &self.config.pool {
+            let before = done;
+            let segments = self
+                .allocate(pool, &|bytes, _| (self.progress)((before + bytes).min(total), total))?;
+            done += segments.geometry().total_bytes();
+            self.segments.push(segments);
+        }
+        let fd = control
+            .fd()?
+            .ok_or_else(|| Error::Config("invariant: a shared region has a descriptor".into()))?;
+        let mut fds = vec![fd.into()];
+        fds.extend(self.segments.iter().flat_map(|s| s.fds().iter().cloned()));
+        let meta = Meta { pools: self.segments.iter().map(|s| s.geometry().encode()).collect() };
+        self.control = Some(control);
+        Ok(Offer { meta: meta.encode(), fds })
+    }
+
+    fn admit(&mut self, admission: &Admission<'_>) -> Result<Admitted, Error> {
+        let control = match self.control.take() {
+            Some(control) => control,
+            None => {
+                let (control, segments) = attach(admission.offer)?;
+                self.segments = segments;
+                control
+            }
+        };
+        let spec = self.spec.named(admission.incarnation.0);
+        let id = control
+            .free_member(admission.occupied)
+            .filter(|id| u16::from(id.0) < admission.max_seats)
+            .ok_or(ucm_ctrl::CtrlError::MembersFull(usize::from(admission.max_seats)))?;
+        let member = control.join_at(id, spec)?;
+        repair_leftovers(&member, admission.occupied);
+        let hooks = Arc::new(Hooks { member: member.downgrade(), thread: OnceLock::new() });
+        self.member = Some((member, hooks.clone()));
+        Ok(Admitted { seat: u16::from(id.0), hooks })
+    }
+
+    fn abandon(&mut self, _seat: u16) {
+        self.member = None;
+    }
+}
+
+fn attach(offer: &Offer) -> Result<(Control, Vec<Segments>), Error> {
+    let meta = Meta::decode(&offer.meta)?;
+    let mut fds = offer.fds.iter().map(|fd| {
+        fd.as_fd()
+            .try_clone_to_owned()
+            .map_err(|source| Error::os("duplicate a descriptor of the cache", source))
+    });
+    let missing = || {
+        Error::Data(ucm_data::DataError::new(
+            ucm_data::ErrorKind::Corrupt,
+            "the offer lacks descriptors",
+        ))
+    };
+    let control = Control::attach(fds.next().ok_or_else(missing)??)?;
+    let mut segments = Vec::new();
+    for encoded in &meta.pools {
+        let geometry = ucm_data::Geometry::decode(encoded)?;
+        let wanted = geometry.segments().len();
+        let own: Vec<OwnedFd> = fds.by_ref().take(wanted).collect::<Result<_, _>>()?;
+        segments.push(Segments::from_fds(geometry, own)?);
+    }
+    Ok((control, segments))
+}
+
+/// Seats that nobody occupies have no process that could still touch the memory: clears up after
+/// members that died while nobody was there to see it.
+fn repair_leftovers(member: &Member, occupied: &[u16]) {
+    for other in member.control().inspect_members() {
+        let seated = occupied.contains(&u16::from(other.index)) || other.index == member.id().0;
+        if !seated && other.state != MemberState::Free {
+            let reaped = member.reap(MemberId(other.index), Some(other.generation));
+            tracing::warn!(
+                seat = other.index,
+                ?reaped,
+                "cleared up after a member that died unseen"
+            );
+        }
+    }
+}
+
+/// What the steward thread does in this member's name.
+#[derive(Debug)]
+struct Hooks {
+    member: WeakMember,
+    thread: OnceLock<ThreadId>,
+}
+
+impl Hooks {
+    fn upgrade(&self) -> Option<Member> {
+        self.thread.get_or_init(|| thread::current().id());
+        self.member.upgrade()
+    }
+}
+
+impl StewardHooks for Hooks {
+    fn on_death(&self, seat: u16, incarnation: Token) {
+        if let (Some(member), Ok(seat)) = (self.upgrade(), u8::try_from(seat)) {
+            let reaped = member.reap_stay(MemberId(seat), incarnation.0);
+            if reaped.done {
+                tracing::warn!(seat, ?reaped, "a member died; cleared up after it");
+            }
+        }
+    }
+
+    fn on_leave(&self, _seat: u16, _incarnation: Token) {}
+}
+
+/// Holds the seat until the member record has been given back.
+struct Seat {
+    membership: Option<Membership>,
+    hooks: Arc<Hooks>,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let membership = self.membership.take();
+        // A death notice may hold the last reference to the member; the steward thread cannot wait
+        // for its own end.
+        if self.hooks.thread.get() == Some(&thread::current().id()) {
+            let _ = thread::Builder::new().name("ucm-leave".into()).spawn(move || drop(membership));
+        }
+    }
+}
+
+/// Proof of death for members that wait for a dead one's lock.
+#[derive(Debug)]
+struct Proof {
+    control: Control,
+    watch: PeerWatch,
+}
+
+impl ucm_ctrl::Liveness for Proof {
+    fn is_dead(&self, member: MemberId) -> bool {
+        self.control.incarnation(member).is_some_and(|stay| {
+            self.watch.liveness(u16::from(member.0), Token(stay)) == Liveness::Dead
+        })
+    }
+}

@@ -1,0 +1,179 @@
+//! What all roles of a node start from.
+//!
+//! **Invariant:** nothing happens to the system before a role is started.
+
+use std::{path::PathBuf, sync::Arc};
+
+use ucm_ctrl::Inspection;
+use ucm_data::WhenAbsent;
+use ucm_store::Backend;
+use ucm_transport::TransferEngine;
+
+use crate::{Config, Error, PoolConfig, Rank, Scheduler, instance, rank::RankParts};
+
+/// A node's cache as this process is configured to use it. Cheap to clone; thread-safe.
+#[derive(Clone, Debug)]
+pub struct Node {
+    config: Arc<Config>,
+}
+
+/// Settings of a [`Node`] in code.
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct NodeBuilder {
+    config: Config,
+}
+
+impl Node {
+    /// A node with the default settings and this name: processes of one user that use the same name
+    /// share a cache.
+    pub fn builder(name: impl Into<String>) -> NodeBuilder {
+        let mut config = Config::default();
+        config.cache.name = name.into();
+        NodeBuilder { config }
+    }
+
+    /// A node configured by a file, the environment or flags.
+    ///
+    /// # Errors
+    /// `Config` with the setting, the value and what is possible.
+    pub fn new(config: Config) -> Result<Self, Error> {
+        config.check()?;
+        Ok(Self { config: Arc::new(config) })
+    }
+
+    /// The settings in force.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// A rank on device `device_id`: creates or joins the cache when started.
+    pub fn rank(&self, device_id: u32) -> RankBuilder {
+        RankBuilder { node: self.clone(), device_id, backend: None, engine: None, progress: None }
+    }
+
+    /// Joins as scheduler: asks what is there and makes leases, maps no bytes.
+    ///
+    /// # Errors
+    /// As [`RankBuilder::start`]. With `cache.scheduler_first = "wait"`, `Environment` when no rank
+    /// came in time.
+    pub fn scheduler(&self) -> Result<Scheduler, Error> {
+        Scheduler::join(&self.config)
+    }
+
+    /// Looks at a living cache without creating one.
+    ///
+    /// # Errors
+    /// `Environment` when no cache lives in the directory.
+    pub fn inspect(&self) -> Result<Inspection, Error> {
+        let spec = ucm_ctrl::MemberSpec::scheduler();
+        let instance = instance::enter(&self.config, spec, WhenAbsent::Wait, &|_, _| {})?;
+        Ok(instance.member.control().inspect())
+    }
+}
+
+impl NodeBuilder {
+    /// Adds a slot class: bytes of a shard, shards of a block, slots.
+    pub fn pool(mut self, shard_bytes: u64, shards_per_block: u32, slots: u32) -> Self {
+        let name = format!("pool{}", self.config.pool.len());
+        self.config.pool.push(PoolConfig {
+            name,
+            shard_bytes,
+            shards_per_block,
+            slots,
+            ..PoolConfig::default()
+        });
+        self
+    }
+
+    /// Ranks on this node.
+    pub fn ranks(mut self, ranks: u32) -> Self {
+        self.config.cache.ranks = ranks;
+        self
+    }
+
+    /// Instance directory, instead of one of this user's own.
+    pub fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.config.cache.dir = dir.into();
+        self
+    }
+
+    /// Changes any other setting.
+    pub fn configure(mut self, change: impl FnOnce(&mut Config)) -> Self {
+        change(&mut self.config);
+        self
+    }
+
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// `Config` with the setting, the value and what is possible.
+    pub fn build(self) -> Result<Node, Error> {
+        Node::new(self.config)
+    }
+}
+
+/// Called with bytes done and bytes in total.
+type Progress = Arc<dyn Fn(u64, u64) + Send + Sync>;
+
+/// What a rank is started with.
+#[must_use]
+pub struct RankBuilder {
+    node: Node,
+    device_id: u32,
+    backend: Option<Arc<dyn Backend>>,
+    engine: Option<Arc<dyn TransferEngine>>,
+    progress: Option<Progress>,
+}
+
+impl RankBuilder {
+    /// Backend below the cache, instead of the configured one.
+    pub fn backend(mut self, backend: Arc<dyn Backend>) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// Transfer engine, instead of the host engine.
+    pub fn engine(mut self, engine: Arc<dyn TransferEngine>) -> Self {
+        self.engine = Some(engine);
+        self
+    }
+
+    /// Called while memory is allocated and mapped, with bytes done and bytes in total.
+    pub fn progress(mut self, progress: impl Fn(u64, u64) + Send + Sync + 'static) -> Self {
+        self.progress = Some(Arc::new(progress));
+        self
+    }
+
+    /// Creates or joins the cache and starts a queue per pool.
+    ///
+    /// # Errors
+    /// `Incompatible` when the directory's cache has another version or geometry (both named),
+    /// `Environment` when memory, pages, permissions or time do not suffice, with what would help.
+    pub fn start(self) -> Result<Rank, Error> {
+        let config = &self.node.config;
+        let backend = match self.backend {
+            Some(backend) => backend,
+            None => crate::backends::configured(config)?,
+        };
+        let progress = self.progress;
+        Rank::start(RankParts {
+            config: config.clone(),
+            device_id: self.device_id,
+            backend,
+            engine: self.engine,
+            progress: &|done, total| {
+                if let Some(progress) = &progress {
+                    progress(done, total);
+                }
+            },
+        })
+    }
+}
+
+impl std::fmt::Debug for RankBuilder {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("RankBuilder").field("device_id", &self.device_id).finish_non_exhaustive()
+    }
+}

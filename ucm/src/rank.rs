@@ -1,0 +1,283 @@
+//! A rank: loads shards into its device's memory and dumps them back, through the shared cache.
+//!
+//! **Invariant:** the queues end before the mapping and the membership they work on.
+
+use std::sync::Arc;
+
+use ucm_ctrl::{BlockId, Identity, Inspection, Key, Member, MemberSpec, Pool, PoolId};
+use ucm_data::{Mapped, PeerWatch, RendezvousStats, WhenAbsent};
+use ucm_queue::{
+    DumpHandle, DumpRef, DumpTask, LoadQueue, QueueStats, Request, ShardRef, SlotMemory, Task,
+    TaskHandle,
+};
+use ucm_store::Backend;
+use ucm_transport::{Addr, HostEngine, Memory, RegionId, TransferEngine};
+
+use crate::{
+    Config, Error,
+    instance::{self, Instance, Progress},
+    slots::{Buffers, PoolSlots},
+};
+
+pub(crate) struct RankParts<'a> {
+    pub(crate) config: Arc<Config>,
+    pub(crate) device_id: u32,
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) engine: Option<Arc<dyn TransferEngine>>,
+    pub(crate) progress: &'a Progress<'a>,
+}
+
+/// A member with a device. Thread-safe. Dropping it ends its queues and leaves the cache.
+#[derive(Debug)]
+pub struct Rank {
+    // Fields drop in this order: queues, then mappings, then the membership.
+    lanes: Vec<Lane>,
+    engine: Arc<dyn TransferEngine>,
+    backend: Arc<dyn Backend>,
+    member: Member,
+    watch: PeerWatch,
+    created: bool,
+    config: Arc<Config>,
+    identity: Identity,
+}
+
+#[derive(Debug)]
+struct Lane {
+    queue: LoadQueue,
+    pool: Pool,
+    mapped: Arc<Mapped>,
+}
+
+/// What a rank runs on, for reports: nothing degrades silently.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RankReport {
+    /// True when this process created the cache.
+    pub created: bool,
+    /// Page tier of each pool.
+    pub pages: Vec<String>,
+    /// Bytes of each pool that lie on a smaller page tier than asked for.
+    pub degraded_bytes: Vec<u64>,
+    /// Transfer engine.
+    pub engine: String,
+    /// Mode of the backend.
+    pub backend: String,
+}
+
+impl Rank {
+    pub(crate) fn start(parts: RankParts<'_>) -> Result<Self, Error> {
+        let RankParts { config, device_id, backend, engine, progress } = parts;
+        let ranks = config.cache.ranks;
+        let device = i32::try_from(device_id)
+            .map_err(|_| Error::Config(format!("device id {device_id} is too large")))?;
+        let spec = MemberSpec::rank(device, ranks);
+        let Instance { member, segments, created, watch } =
+            instance::enter(&config, spec, WhenAbsent::Create, progress)?;
+        let engine = match engine {
+            Some(engine) => engine,
+            None => Arc::new(HostEngine::builder().workers(config.queue.copy_threads).build()?),
+        };
+        let mut lanes = Vec::with_capacity(segments.len());
+        for (index, segments) in segments.iter().enumerate() {
+            let mapped = segments.map()?;
+            if config.cache.prefault {
+                let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
+                mapped.prefault(threads, progress)?;
+            }
+            let pool = member.pool(PoolId(u8::try_from(index).unwrap_or(u8::MAX)))?;
+            let slots: Arc<dyn SlotMemory> =
+                Arc::new(PoolSlots::register(mapped.clone(), engine.clone())?);
+            let mut builder =
+                LoadQueue::builder(&member, &pool, slots, backend.clone(), engine.clone())
+                    .rank(device_id % ranks, ranks)
+                    .order(config.queue.order.into())
+                    .dump_depth(config.queue.dump_depth)
+                    .max_dump_bytes(config.queue.max_dump_bytes)
+                    .grace(std::time::Duration::from_millis(config.queue.close_timeout_ms));
+            if config.queue.backend_depth != 0 {
+                builder = builder.backend_depth(config.queue.backend_depth);
+            }
+            if config.queue.bounce_buffers != 0 {
+                let count = config.queue.bounce_buffers;
+                let buffers = Buffers::new(count, pool.shard_bytes(), engine.clone())?;
+                builder = builder.bounce(Arc::new(buffers), count / 4);
+            }
+            lanes.push(Lane { queue: builder.start()?, pool, mapped });
+        }
+        let identity = config.namespace.identity();
+        Ok(Self { lanes, engine, backend, member, watch, created, config, identity })
+    }
+
+    /// Makes memory usable as destination and source: host memory here, device memory with a
+    /// device's engine.
+    ///
+    /// # Errors
+    /// What the engine says.
+    pub fn register(&self, memory: Memory) -> Result<RegionId, Error> {
+        let len = memory.len() as u64;
+        let region = self.engine.register(memory)?;
+        for lane in &self.lanes {
+            lane.queue.add_region(region, len);
+        }
+        Ok(region)
+    }
+
+    /// Forgets memory.
+    ///
+    /// # Errors
+    /// `Busy` while a copy uses it; it stays usable then.
+    pub fn deregister(&self, region: RegionId) -> Result<(), Error> {
+        let lens: Vec<_> = self.lanes.iter().map(|lane| lane.queue.remove_region(region)).collect();
+        let result = self.engine.deregister(region);
+        if result.is_err() {
+            for (lane, len) in self.lanes.iter().zip(lens) {
+                if let Some(len) = len {
+                    lane.queue.add_region(region, len);
+                }
+            }
+        }
+        Ok(result?)
+    }
+
+    /// Loads shards of full size as one request: the bytes of each key go to its address.
+    ///
+    /// # Errors
+    /// See [`submit`](Self::submit).
+    pub fn load(&self, pool: PoolId, shards: &[(Key, Addr)]) -> Result<TaskHandle, Error> {
+        let shards = shards.iter().map(|(key, dst)| ShardRef { key: *key, dst: *dst, len: None });
+        self.submit(
+            pool,
+            Task { requests: vec![Request { shards: shards.collect(), deadline: None }] },
+        )
+    }
+
+    /// Submits a load task. Returns at once.
+    ///
+    /// # Errors
+    /// Nothing was accepted, and the message has the numbers.
+    pub fn submit(&self, pool: PoolId, task: Task) -> Result<TaskHandle, Error> {
+        Ok(self.lane(pool)?.queue.submit(task)?)
+    }
+
+    /// Dumps shards of full size: from each address into the cache and, if `durable`, the backend.
+    ///
+    /// # Errors
+    /// See [`submit_dump`](Self::submit_dump).
+    pub fn dump(
+        &self,
+        pool: PoolId,
+        shards: &[(Key, Addr)],
+        durable: bool,
+    ) -> Result<DumpHandle, Error> {
+        let shards = shards.iter().map(|(key, src)| DumpRef { key: *key, src: *src, len: None });
+        self.submit_dump(pool, DumpTask { shards: shards.collect(), durable })
+    }
+
+    /// Submits a dump task. Returns at once.
+    ///
+    /// # Errors
+    /// Nothing was accepted; `Busy` is back-pressure.
+    pub fn submit_dump(&self, pool: PoolId, task: DumpTask) -> Result<DumpHandle, Error> {
+        Ok(self.lane(pool)?.queue.dump(task)?)
+    }
+
+    /// Renews blocks in the cache and, once, in the backend; returns resident shards renewed.
+    ///
+    /// # Errors
+    /// `Fenced`. Failures of the backend are counted there.
+    pub fn touch(&self, blocks: &[BlockId]) -> Result<usize, Error> {
+        let mut touched = 0;
+        for lane in &self.lanes {
+            touched += lane.pool.touch(blocks)?;
+        }
+        let raw: Vec<[u8; 16]> = blocks.iter().map(|block| block.0).collect();
+        if let Err(error) = self.backend.touch(&raw) {
+            tracing::debug!(%error, "the backend could not renew {} blocks", raw.len());
+        }
+        Ok(touched)
+    }
+
+    /// The control plane of a pool.
+    ///
+    /// # Errors
+    /// `Refused` for a pool that does not exist.
+    pub fn pool(&self, pool: PoolId) -> Result<&Pool, Error> {
+        Ok(&self.lane(pool)?.pool)
+    }
+
+    /// The bytes of a pool.
+    ///
+    /// # Errors
+    /// `Refused` for a pool that does not exist.
+    pub fn data(&self, pool: PoolId) -> Result<&Arc<Mapped>, Error> {
+        Ok(&self.lane(pool)?.mapped)
+    }
+
+    /// What a pool's queue has done and holds.
+    ///
+    /// # Errors
+    /// `Refused` for a pool that does not exist.
+    pub fn stats(&self, pool: PoolId) -> Result<QueueStats, Error> {
+        Ok(self.lane(pool)?.queue.stats())
+    }
+
+    /// This rank's membership in the control region.
+    #[must_use]
+    pub fn member(&self) -> &Member {
+        &self.member
+    }
+
+    /// What other members were seen to do.
+    #[must_use]
+    pub fn rendezvous_stats(&self) -> RendezvousStats {
+        self.watch.stats()
+    }
+
+    /// The identity function of this rank's namespace: engine key → block id.
+    #[must_use]
+    pub fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    /// Settings in force.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// A walk over the control region.
+    #[must_use]
+    pub fn inspect(&self) -> Inspection {
+        self.member.control().inspect()
+    }
+
+    /// What this rank runs on.
+    #[must_use]
+    pub fn report(&self) -> RankReport {
+        RankReport {
+            created: self.created,
+            pages: self
+                .lanes
+                .iter()
+                .map(|lane| lane.mapped.geometry().reached().to_string())
+                .collect(),
+            degraded_bytes: self
+                .lanes
+                .iter()
+                .map(|lane| lane.mapped.geometry().degraded_bytes())
+                .collect(),
+            engine: self.engine.name().into(),
+            backend: self.backend.capabilities().mode,
+        }
+    }
+
+    fn lane(&self, pool: PoolId) -> Result<&Lane, Error> {
+        self.lanes.get(usize::from(pool.0)).ok_or_else(|| {
+            Error::Control(ucm_ctrl::CtrlError::Invalid(format!(
+                "there is no pool {}, the cache has {}",
+                pool.0,
+                self.lanes.len()
+            )))
+        })
+    }
+}
