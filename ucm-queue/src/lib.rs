@@ -15,6 +15,7 @@ mod core;
 mod driver;
 mod dump;
 mod error;
+mod hash;
 mod inbox;
 mod memory;
 mod metrics;

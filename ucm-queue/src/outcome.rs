@@ -91,7 +91,11 @@ impl TaskHandle {
         if index >= self.requests() {
             return None;
         }
-        self.shared.wait_until(deadline, |state| state.outcomes.get(index).cloned().flatten())
+        self.shared.lock().watchers += 1;
+        let find = |state: &State| state.outcomes.get(index).cloned().flatten();
+        let outcome = self.shared.wait_until(deadline, find);
+        self.shared.lock().watchers -= 1;
+        outcome
     }
 
     /// Asks for an early end. Requests still open end `Cancelled` once no copy writes their
@@ -177,11 +181,14 @@ struct State {
     open: usize,
     /// Copies into the destinations of each request that an engine has not ended.
     copies: Vec<u32>,
-    copies_total: u64,
+    copies_total: usize,
     /// Shards of each request, for the outcome of a promise that is dropped.
     shards: Vec<u32>,
     waker: Option<Waker>,
     event_fd: Option<OwnedFd>,
+    /// Threads that sleep until a single request has ended; the others sleep for all of them and
+    /// are not woken up in between.
+    watchers: u32,
 }
 
 impl State {
@@ -235,9 +242,13 @@ impl TaskShared {
             // A full counter is readable anyway.
             let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
         }
-        let waker = if state.open == 0 { state.waker.take() } else { None };
+        let done = state.open == 0;
+        let waker = if done { state.waker.take() } else { None };
+        let notify = done || state.watchers > 0;
         drop(state);
-        self.changed.notify_all();
+        if notify {
+            self.changed.notify_all();
+        }
         if let Some(waker) = waker {
             // A waker is the caller's code; its panic must not end the dispatcher.
             let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
@@ -263,6 +274,7 @@ impl Promise {
                 shards,
                 waker: None,
                 event_fd: None,
+                watchers: 0,
             }),
             changed: Condvar::new(),
         });
@@ -274,21 +286,27 @@ impl Promise {
         self.shared.end(request, |_| outcome);
     }
 
-    /// States that an engine may write the destinations of `request` until the guard is dropped.
-    pub(crate) fn copying(&self, request: u32) -> CopyGuard {
+    /// States that an engine may write destinations of these requests (named as often as copies
+    /// are made) until the guard is dropped.
+    pub(crate) fn copying(&self, requests: Vec<u32>) -> CopyGuard {
         let mut state = self.shared.lock();
-        if let Some(copies) = state.copies.get_mut(request as usize) {
-            *copies += 1;
-            state.copies_total += 1;
+        for request in &requests {
+            if let Some(copies) = state.copies.get_mut(*request as usize) {
+                *copies += 1;
+            }
         }
-        CopyGuard { shared: Arc::clone(&self.shared), request }
+        state.copies_total += requests.len();
+        CopyGuard { shared: Arc::clone(&self.shared), requests }
     }
 }
 
 impl Drop for Promise {
     fn drop(&mut self) {
-        let requests = self.shared.lock().outcomes.len();
-        for request in 0..requests {
+        let open = match self.shared.lock() {
+            state if state.open == 0 => 0,
+            state => state.outcomes.len(),
+        };
+        for request in 0..open {
             let Ok(request) = u32::try_from(request) else { return };
             self.shared.end(request, |state| {
                 let at = request as usize;
@@ -302,30 +320,41 @@ impl Drop for Promise {
     }
 }
 
-/// One copy in flight into the destinations of one request. Travels with the engine's plan.
+/// Copies in flight into destinations of one task. Travels with the engine's plan.
 pub(crate) struct CopyGuard {
     shared: Arc<TaskShared>,
-    request: u32,
+    requests: Vec<u32>,
 }
 
 impl CopyGuard {
-    /// The request it counts for.
-    pub(crate) fn request(&self) -> u32 {
-        self.request
+    /// States that the copies have ended; returns the requests they were for.
+    pub(crate) fn end(mut self) -> Vec<u32> {
+        self.release()
     }
-}
 
-impl Drop for CopyGuard {
-    fn drop(&mut self) {
-        let mut state = self.shared.lock();
-        if let Some(copies) = state.copies.get_mut(self.request as usize) {
-            *copies -= 1;
-            state.copies_total -= 1;
+    fn release(&mut self) -> Vec<u32> {
+        let requests = std::mem::take(&mut self.requests);
+        if requests.is_empty() {
+            return requests;
         }
+        let mut state = self.shared.lock();
+        for request in &requests {
+            if let Some(copies) = state.copies.get_mut(*request as usize) {
+                *copies -= 1;
+            }
+        }
+        state.copies_total -= requests.len();
         let quiesced = state.quiesced();
         drop(state);
         if quiesced {
             self.shared.changed.notify_all();
         }
+        requests
+    }
+}
+
+impl Drop for CopyGuard {
+    fn drop(&mut self) {
+        self.release();
     }
 }

@@ -4,7 +4,6 @@
 //! any effect; the core sees only tasks whose indexes, lengths and destinations are right.
 
 use std::{
-    collections::HashMap,
     ops::Range,
     sync::Arc,
     time::{Duration, Instant},
@@ -14,7 +13,12 @@ use ucm_ctrl::{BlockId, FailKind, Key};
 use ucm_transport::Addr;
 
 use crate::{
-    ErrorKind, QueueError, TaskHandle, admission::Share, inbox::Inbox, outcome::Promise, rearrange,
+    ErrorKind, QueueError, TaskHandle,
+    admission::Share,
+    hash::{Map, Mix},
+    inbox::Inbox,
+    outcome::Promise,
+    rearrange,
     regions::Regions,
 };
 
@@ -223,24 +227,24 @@ pub(crate) type Extent = (Addr, u64);
 
 struct Builder {
     units: Vec<Unit>,
-    unit_of: HashMap<Key, u32>,
+    unit_of: Map<Key, u32>,
     placed: Vec<(u32, Dst)>,
     reqs: Vec<Req>,
     request_units: Vec<u32>,
     extents: Vec<Extent>,
-    next: HashMap<BlockId, u32>,
+    next: Map<BlockId, u32>,
 }
 
 impl Builder {
     fn new(count: usize) -> Self {
         Self {
             units: Vec::with_capacity(count),
-            unit_of: HashMap::with_capacity(count),
+            unit_of: Map::with_capacity_and_hasher(count, Mix::default()),
             placed: Vec::with_capacity(count),
             reqs: Vec::new(),
             request_units: Vec::with_capacity(count),
             extents: Vec::with_capacity(count),
-            next: HashMap::new(),
+            next: Map::default(),
         }
     }
 
@@ -276,7 +280,7 @@ impl Builder {
             if len == 0 {
                 continue;
             }
-            let unit = self.unit(shard.key, len)?;
+            let unit = self.unit(shard.key, len, bounds)?;
             self.placed.push((unit, Dst { addr: shard.dst, request: index, shard: place }));
             self.request_units.push(unit);
             self.extents.push((shard.dst, len));
@@ -300,7 +304,7 @@ impl Builder {
     }
 
     /// The unit of a key: the first one that named it, so that it is read once.
-    fn unit(&mut self, key: Key, len: u64) -> Result<u32, QueueError> {
+    fn unit(&mut self, key: Key, len: u64, bounds: &Bounds) -> Result<u32, QueueError> {
         if let Some(&index) = self.unit_of.get(&key) {
             match self.units.get(index as usize) {
                 Some(unit) if unit.len == len => return Ok(index),
@@ -324,8 +328,10 @@ impl Builder {
             state: UnitState::Unresolved,
             retried: false,
         });
-        let next = self.next.entry(key.block).or_insert(key.shard);
-        *next = (*next).max(key.shard);
+        if bounds.shards_per_block > 1 {
+            let next = self.next.entry(key.block).or_insert(key.shard);
+            *next = (*next).max(key.shard);
+        }
         Ok(index)
     }
 }

@@ -263,7 +263,7 @@ impl Core {
     /// Takes queued load copies for one plan.
     fn plan_loads(&mut self) -> Option<(PlanBody, Vec<Transfer>)> {
         let mut jobs = Vec::new();
-        let mut guards = Vec::new();
+        let mut requests = Vec::new();
         let mut items = Vec::new();
         let mut bytes = 0;
         while let Some(job) = self.copier.loads.front() {
@@ -275,7 +275,7 @@ impl Core {
             }
             let Some(mut job) = self.copier.pop_load() else { break };
             let Some(task) = self.tasks.get_mut(&job.task) else { continue };
-            let prepared = &mut *task.prepared;
+            let prepared = &mut task.prepared;
             let before = items.len();
             job.planned = job.dsts.start;
             while job.planned < job.dsts.end && items.len() < self.copier.plan_items {
@@ -287,7 +287,7 @@ impl Core {
                     continue;
                 }
                 request.copying += 1;
-                guards.push((job.task, prepared.promise.copying(dst.request)));
+                requests.push((job.task, dst.request));
                 items.push(Transfer { src: job.from, dst: dst.addr, len: job.len });
                 bytes += job.len;
             }
@@ -299,8 +299,21 @@ impl Core {
                 }
             }
         }
+        let guards = self.guard(&requests);
         let body = PlanBody { work: Work::Loads(jobs), guards, started: self.now };
         (!items.is_empty()).then_some((body, items))
+    }
+
+    /// Counts copies into these requests' destinations as in flight, task by task.
+    fn guard(&self, requests: &[(u64, u32)]) -> Vec<(u64, CopyGuard)> {
+        requests
+            .chunk_by(|a, b| a.0 == b.0)
+            .filter_map(|run| {
+                let (task, _) = *run.first()?;
+                let requests = run.iter().map(|(_, request)| *request).collect();
+                Some((task, self.tasks.get(&task)?.prepared.promise.copying(requests)))
+            })
+            .collect()
     }
 
     /// Takes queued dump copies for one plan.
@@ -399,10 +412,9 @@ impl Core {
     /// Counts the copies of a plan as ended.
     fn release(&mut self, guards: Vec<(u64, CopyGuard)>) {
         for (task, guard) in guards {
-            let request = guard.request();
-            // The caller may reuse the destination before it hears so, never after.
-            drop(guard);
-            self.copy_ended(task, request);
+            // The caller may reuse the destinations before it hears so, never after.
+            let requests = guard.end();
+            self.copies_ended(task, &requests);
         }
     }
 

@@ -43,14 +43,14 @@ impl Core {
         metrics.tasks.add(1);
         metrics.requests.add(prepared.reqs.len() as u64);
         metrics.queue_ns.add_time(self.since(prepared.admitted));
-        let mut task = LoadTask {
+        let mut task = Box::new(LoadTask {
             next: 0,
             again: Vec::new(),
             unsent: prepared.units.len(),
             open_requests: prepared.reqs.len(),
             queued: false,
-            prepared,
-        };
+            prepared: *prepared,
+        });
         for (index, request) in (0_u32..).zip(&task.prepared.reqs) {
             if let Some(at) = request.deadline {
                 self.deadlines.push(Reverse((at, id, index)));
@@ -176,7 +176,7 @@ impl Core {
     }
 
     /// Puts a task back unless all its requests have ended.
-    pub(super) fn keep(&mut self, id: u64, task: LoadTask) {
+    pub(super) fn keep(&mut self, id: u64, task: Box<LoadTask>) {
         if task.open_requests > 0 {
             self.tasks.insert(id, task);
         } else if task.queued {
@@ -281,16 +281,17 @@ impl Core {
         self.tasks.insert(id, task);
     }
 
-    /// A copy into a destination of this request has ended.
-    pub(super) fn copy_ended(&mut self, task_id: u64, request: u32) {
-        let Some(mut task) = self.tasks.remove(&task_id) else { return };
-        if let Some(state) = task.prepared.reqs.get_mut(request as usize) {
+    /// Copies into destinations of these requests have ended.
+    pub(super) fn copies_ended(&mut self, id: u64, requests: &[u32]) {
+        let Some(mut task) = self.tasks.remove(&id) else { return };
+        for &request in requests {
+            let Some(state) = task.prepared.reqs.get_mut(request as usize) else { continue };
             state.copying = state.copying.saturating_sub(1);
             if state.cancelling && state.copying == 0 {
                 self.end_request(&mut task, request, Outcome::Cancelled);
             }
         }
-        self.keep(task_id, task);
+        self.keep(id, task);
     }
 }
 

@@ -15,7 +15,7 @@ mod wait;
 
 use std::{
     cmp::Reverse,
-    collections::{BinaryHeap, HashMap, VecDeque},
+    collections::{BinaryHeap, VecDeque},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -28,6 +28,7 @@ use crate::{
     SlotMemory,
     bounce::Bounce,
     dump::DumpItem,
+    hash::Map,
     inbox::{Event, Inbox},
     metrics::Metrics,
     task::Prepared,
@@ -81,13 +82,13 @@ pub(crate) struct Core {
     sink: Arc<dyn Sink>,
     now: Instant,
     closing: bool,
-    tasks: HashMap<u64, LoadTask>,
+    tasks: Map<u64, Box<LoadTask>>,
     /// Tasks with units that nobody does anything for, next one first.
     runnable: VecDeque<u64>,
     deadlines: BinaryHeap<Reverse<(Instant, u64, u32)>>,
     scan: Scan,
     waits: Vec<Wait>,
-    flights: HashMap<u64, Flight>,
+    flights: Map<u64, Flight>,
     next_token: u64,
     loads_in_flight: usize,
     load_bytes_in_flight: u64,
@@ -104,7 +105,7 @@ pub(crate) struct Core {
 
 /// A task being worked on.
 struct LoadTask {
-    prepared: Box<Prepared>,
+    prepared: Prepared,
     /// First place of `prepared.order` not yet visited by a claim.
     next: usize,
     /// Units to visit again, after a filler's failure.
@@ -127,12 +128,12 @@ impl Core {
             sink,
             now,
             closing: false,
-            tasks: HashMap::new(),
+            tasks: Map::default(),
             runnable: VecDeque::new(),
             deadlines: BinaryHeap::new(),
             scan: Scan::new(now),
             waits: Vec::new(),
-            flights: HashMap::new(),
+            flights: Map::default(),
             next_token: 1,
             loads_in_flight: 0,
             load_bytes_in_flight: 0,
