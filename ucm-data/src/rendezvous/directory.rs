@@ -73,13 +73,17 @@ impl Directory {
                 stat.st_mode & 0o7777
             )));
         }
+        let longest = fs::canonicalize(path).map_or(usize::MAX, |path| path.as_os_str().len());
         let seats = match sockets {
             Sockets::Abstract => Seats::Abstract { device: stat.st_dev, inode: stat.st_ino },
             // Through the descriptor where the path is too long for a socket address.
-            Sockets::Files if path.as_os_str().len() > 90 => {
+            Sockets::Files if longest > 90 => {
                 Seats::Files { dir: PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd())) }
             }
-            Sockets::Files => Seats::Files { dir: path.to_path_buf() },
+            // Absolute, so that it stays right if the process changes its directory.
+            Sockets::Files => {
+                Seats::Files { dir: fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf()) }
+            }
         };
         Ok(Arc::new(Self { fd: GuardedFd::new(fd), path: path.to_path_buf(), seats }))
     }

@@ -94,8 +94,8 @@ pub struct Membership {
     created: bool,
     watch: PeerWatch,
     bell: Arc<Bell>,
-    directory: Arc<Directory>,
-    steward: Option<JoinHandle<Option<Box<Steward>>>>,
+    _directory: Arc<Directory>,
+    steward: Option<JoinHandle<()>>,
 }
 
 /// Creates or joins the cache of a directory.
@@ -116,7 +116,10 @@ impl Rendezvous {
         caller: &mut E,
     ) -> Result<Membership, E::Error> {
         config.validate()?;
-        let deadline = Instant::now() + config.deadline;
+        // An unrepresentable deadline is no deadline to speak of.
+        let now = Instant::now();
+        let deadline =
+            now.checked_add(config.deadline).unwrap_or(now + Duration::from_secs(1 << 30));
         let mut pause = Duration::from_millis(1);
         let mut unreachable_since = None;
         loop {
@@ -255,10 +258,10 @@ impl Drop for Membership {
             return;
         }
         self.bell.stop();
-        let Ok(Some(steward)) = steward.join() else { return };
-        // The name goes before the listener: nobody can have bound it anew yet.
-        self.directory.remove_socket(self.seat);
-        steward.farewell();
+        // Dropped inside a hook, it cannot wait for itself; the steward ends after the hook.
+        if steward.thread().id() != std::thread::current().id() && steward.join().is_err() {
+            tracing::error!("the steward thread ended by a panic");
+        }
     }
 }
 
@@ -342,6 +345,8 @@ impl Entry<'_> {
         let (roster, conns) = acquaint(me, reached, welcome.as_ref());
         let bell = Arc::new(Bell::new()?);
         let steward = Steward {
+            seat,
+            directory: Arc::clone(&directory),
             listener,
             next_id: conns.len() as u64,
             conns,
@@ -361,10 +366,10 @@ impl Entry<'_> {
             .name(format!("ucm-steward-{seat}"))
             .stack_size(512 * 1024)
             .spawn(move || {
-                let steward = taken.recv().ok()?;
-                catch_unwind(AssertUnwindSafe(|| Box::new(steward.run())))
-                    .map_err(|panic| poison.poison(panic_text(&*panic)))
-                    .ok()
+                let Ok(steward) = taken.recv() else { return };
+                if let Err(panic) = catch_unwind(AssertUnwindSafe(|| steward.run())) {
+                    poison.poison(panic_text(&*panic));
+                }
             })
             .map_err(|error| {
                 DataError::new(ErrorKind::Os, format!("starting the steward thread: {error}"))
@@ -379,7 +384,16 @@ impl Entry<'_> {
         drop(locked);
         let created = welcome.is_none();
         let steward = Some(thread);
-        Ok(Membership { seat, incarnation, boot, created, watch, bell, directory, steward })
+        Ok(Membership {
+            seat,
+            incarnation,
+            boot,
+            created,
+            watch,
+            bell,
+            _directory: directory,
+            steward,
+        })
     }
 }
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::fork::GuardedFd;
+use crate::fork::SharedFd;
 use crate::rendezvous::config::{LayoutTag, MAX_SEATS, Offer, Token};
 use crate::rendezvous::directory::Directory;
 use crate::rendezvous::process::{Life, descriptor_limit, limit_or_os, peer_of};
@@ -38,11 +38,12 @@ pub(crate) struct Welcome {
 /// A listener that was reached.
 pub(crate) struct Prospect {
     pub(crate) seat: u16,
-    socket: GuardedFd,
+    socket: SharedFd,
     life: Arc<Life>,
     pid: i32,
     welcome: Option<Welcome>,
     gone: bool,
+    kept: bool,
 }
 
 /// All listeners that were reached.
@@ -98,9 +99,15 @@ pub(crate) fn reach(
         }
         let life = Arc::new(Life::of_peer(socket.as_fd(), peer.pid)?);
         let gone = socket::send(socket.as_fd(), &hello, &[]).is_err();
-        let socket = GuardedFd::new(socket);
-        let pid = peer.pid.as_raw_nonzero().get();
-        reached.prospects.push(Prospect { seat, socket, life, pid, welcome: None, gone });
+        reached.prospects.push(Prospect {
+            seat,
+            socket: socket.into(),
+            life,
+            pid: peer.pid,
+            welcome: None,
+            gone,
+            kept: false,
+        });
     }
     Ok(reached)
 }
@@ -164,8 +171,9 @@ impl Prospect {
         self.welcome.as_ref().map(|welcome| welcome.incarnation)
     }
 
-    pub(crate) fn into_conn(self, id: ConnId) -> Conn {
-        Conn { id, socket: Some(self.socket), life: self.life, pid: self.pid }
+    pub(crate) fn into_conn(mut self, id: ConnId) -> Conn {
+        self.kept = true;
+        Conn { id, socket: Some(self.socket.clone()), life: Arc::clone(&self.life), pid: self.pid }
     }
 
     /// Takes in a welcome or a refusal, if there is one.
@@ -306,6 +314,15 @@ impl Prospect {
                     return Ok(None);
                 }
             }
+        }
+    }
+}
+
+impl Drop for Prospect {
+    fn drop(&mut self) {
+        // Giving up is no death: the member need not watch this process any longer.
+        if !self.kept {
+            let _ = socket::send(self.socket.as_fd(), &Message::Bye, &[]);
         }
     }
 }

@@ -24,19 +24,27 @@ pub(crate) enum Life {
 
 impl Life {
     /// The process that connected to, or listens at, the other end of `socket`.
-    pub(crate) fn of_peer(socket: BorrowedFd<'_>, pid: Pid) -> Result<Self, DataError> {
+    pub(crate) fn of_peer(socket: BorrowedFd<'_>, pid: i32) -> Result<Self, DataError> {
         match peer_pidfd(socket) {
             Ok(fd) => Ok(Self::Watched(GuardedFd::new(fd))),
             // The process has ended and was reaped: no process there to make a pidfd for.
-            Err(Errno::SRCH | Errno::INVAL) => Ok(Self::Over),
-            Err(Errno::NOPROTOOPT) => Self::by_number(socket, pid),
+            Err(Errno::SRCH) => Ok(Self::Over),
+            // Kernels before 6.5 do not know the option; some after say INVAL for a reaped process.
+            Err(Errno::NOPROTOOPT | Errno::INVAL) => Self::by_number(socket, pid),
             Err(e) => Err(limit_or_os("SO_PEERPIDFD", e)),
         }
     }
 
-    /// For kernels before 6.5. The number could have been reused; it was not if the process still
-    /// held its end of the socket after the pidfd was made.
-    fn by_number(socket: BorrowedFd<'_>, pid: Pid) -> Result<Self, DataError> {
+    /// The number could have been reused; it was not if the process still held its end of the socket
+    /// after the pidfd was made.
+    fn by_number(socket: BorrowedFd<'_>, pid: i32) -> Result<Self, DataError> {
+        let Some(pid) = Pid::from_raw(pid) else {
+            return Err(DataError::new(
+                crate::ErrorKind::Os,
+                "the peer lives in another pid namespace and this kernel cannot watch it; run all \
+                 members in one pid namespace, or Linux 6.5 or later",
+            ));
+        };
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
             Ok(fd) if !is_closed(socket) => Ok(Self::Watched(GuardedFd::new(fd))),
             Ok(_) | Err(Errno::SRCH) => Ok(Self::Over),
@@ -62,14 +70,17 @@ impl Life {
 /// Credentials of the peer at connect or listen time.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Peer {
-    pub(crate) pid: Pid,
+    /// 0 if the process has no number in this pid namespace.
+    pub(crate) pid: i32,
     pub(crate) uid: u32,
 }
 
 pub(crate) fn peer_of(socket: BorrowedFd<'_>) -> Result<Peer, DataError> {
-    let creds = rustix::net::sockopt::socket_peercred(socket)
-        .map_err(|e| DataError::os("SO_PEERCRED", e))?;
-    Ok(Peer { pid: creds.pid, uid: creds.uid.as_raw() })
+    // Not through rustix: its process ids cannot be 0.
+    let nobody = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let creds =
+        option(socket, libc::SO_PEERCRED, nobody).map_err(|e| DataError::os("SO_PEERCRED", e))?;
+    Ok(Peer { pid: creds.pid, uid: creds.uid })
 }
 
 /// Maps the two "too many descriptors" numbers to their own kind.
@@ -94,24 +105,33 @@ pub(crate) fn descriptor_limit(what: &str) -> DataError {
 }
 
 fn peer_pidfd(socket: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
-    let mut fd: libc::c_int = -1;
-    let mut len = libc::socklen_t::try_from(size_of::<libc::c_int>()).map_err(|_| Errno::INVAL)?;
-    // SAFETY: `fd` and `len` are alive and of the size stated; the kernel writes at most `len` bytes.
+    let fd: libc::c_int = option(socket, SO_PEERPIDFD, -1)?;
+    if fd < 0 {
+        return Err(Errno::INVAL);
+    }
+    // SAFETY: the kernel just made this descriptor for us (close-on-exec); nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A socket option of a plain C type.
+fn option<T: Copy>(socket: BorrowedFd<'_>, name: libc::c_int, mut value: T) -> Result<T, Errno> {
+    let mut len = libc::socklen_t::try_from(size_of::<T>()).map_err(|_| Errno::INVAL)?;
+    // SAFETY: `value` and `len` are alive; the kernel writes at most `len` bytes of `value`, and both
+    // types used here (int, ucred) are valid for any bytes.
     let rc = unsafe {
         libc::getsockopt(
             socket.as_raw_fd(),
             libc::SOL_SOCKET,
-            SO_PEERPIDFD,
-            (&raw mut fd).cast(),
+            name,
+            (&raw mut value).cast(),
             &raw mut len,
         )
     };
-    if rc != 0 || fd < 0 {
-        let error = std::io::Error::last_os_error();
-        return Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL));
+    if rc == 0 {
+        return Ok(value);
     }
-    // SAFETY: the kernel just made this descriptor for us (close-on-exec); nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    let error = std::io::Error::last_os_error();
+    Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL))
 }
 
 fn is_closed(socket: BorrowedFd<'_>) -> bool {

@@ -20,6 +20,8 @@ pub(crate) enum Notice {
     Joined(u16, Token),
     Left(u16, Token),
     Died(u16, Token),
+    /// A process ended between its hello and its sitting down.
+    DiedJoining,
 }
 
 /// What the driver does.
@@ -128,6 +130,7 @@ impl Roster {
             }
             // The answer to our own Hello, after another member already told us who this is.
             (Phase::Member { .. }, Message::Welcome { .. }) => Vec::new(),
+            (Phase::Greeting | Phase::Joining, Message::Bye) => vec![self.forget(id)],
             (Phase::Member { seat, incarnation, .. }, Message::Bye) => {
                 self.ended(seat, incarnation, Fate::Left);
                 vec![self.forget(id), Action::Notify(Notice::Left(seat, incarnation))]
@@ -143,8 +146,15 @@ impl Roster {
                 *talks = false;
                 vec![Action::Hang]
             }
+            // It may have claimed a seat's record already. A joiner that gives up says Bye.
+            Some((_, Phase::Joining)) => vec![Action::Hang],
             _ => vec![self.forget(id)],
         }
+    }
+
+    /// Drops a connection that is one too many.
+    pub(crate) fn evict(&mut self, id: ConnId) -> Vec<Action> {
+        vec![self.forget(id)]
     }
 
     /// The process is over. Call only after every message it had sent was handed in.
@@ -156,6 +166,7 @@ impl Roster {
                 self.ended(seat, incarnation, Fate::Dead);
                 vec![forget, Action::Notify(Notice::Died(seat, incarnation))]
             }
+            Some(Phase::Joining) => vec![forget, Action::Notify(Notice::DiedJoining)],
             _ => vec![forget],
         }
     }
@@ -289,6 +300,19 @@ mod tests {
         let left = [Action::Forget, Action::Notify(Notice::Left(5, b))];
         assert_eq!(roster.on_message(2, Message::Bye), left);
         assert_eq!(roster.fates(), [(5, b, Fate::Left)]);
+    }
+
+    #[test]
+    fn d1_a_joiner_that_dies_before_it_sits_is_reported_and_one_that_gives_up_is_not() {
+        let mut roster = roster();
+        roster.accepted(1);
+        roster.on_message(1, hello(7));
+        assert_eq!(roster.on_closed(1), [Action::Hang]);
+        assert_eq!(roster.on_exit(1), [Action::Forget, Action::Notify(Notice::DiedJoining)]);
+        roster.accepted(2);
+        roster.on_message(2, hello(7));
+        assert_eq!(roster.on_message(2, Message::Bye), [Action::Forget]);
+        assert_eq!(roster.on_exit(2), [Action::Forget]);
     }
 
     #[test]

@@ -16,9 +16,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::DataError;
-use crate::fork::GuardedFd;
+use crate::fork::{GuardedFd, SharedFd};
 use crate::rendezvous::config::{LayoutTag, Offer, Token};
-use crate::rendezvous::process::{Life, limit_or_os, peer_of};
+use crate::rendezvous::directory::Directory;
+use crate::rendezvous::process::{Life, Peer, limit_or_os, peer_of};
 use crate::rendezvous::roster::{Action, ConnId, Notice, Roster};
 use crate::rendezvous::socket::{self, Received, Receiver};
 use crate::rendezvous::watch::{PeerInfo, PeerWatch};
@@ -32,7 +33,7 @@ const MESSAGES_PER_ROUND: usize = 256;
 
 /// What a member does about the others. Called on the steward thread; must not block for long.
 pub trait StewardHooks: Send + Sync {
-    /// A member sat down.
+    /// A member sat down, later than this one. Who sat already is in [`PeerWatch::peers`].
     fn on_joined(&self, seat: u16, incarnation: Token) {
         let _ = (seat, incarnation);
     }
@@ -42,6 +43,11 @@ pub trait StewardHooks: Send + Sync {
 
     /// A member left in good order: nothing of it needs repair. Exactly once per stay.
     fn on_leave(&self, seat: u16, incarnation: Token);
+
+    /// A process ended in the middle of joining: it may have claimed a seat's record without ever
+    /// sitting there. Records of seats nobody sits on can be looked through; the next `admit` will
+    /// do so in any case.
+    fn on_failed_join(&self) {}
 
     /// When to call [`on_deadline`](Self::on_deadline) next.
     fn next_deadline(&self) -> Option<Instant> {
@@ -81,13 +87,15 @@ impl Bell {
 pub(crate) struct Conn {
     pub(crate) id: ConnId,
     /// `None` once the connection is broken and only the process is watched.
-    pub(crate) socket: Option<GuardedFd>,
+    pub(crate) socket: Option<SharedFd>,
     pub(crate) life: Arc<Life>,
     pub(crate) pid: i32,
 }
 
 /// The steward's own state.
 pub(crate) struct Steward {
+    pub(crate) seat: u16,
+    pub(crate) directory: Arc<Directory>,
     pub(crate) listener: GuardedFd,
     pub(crate) conns: Vec<Conn>,
     pub(crate) next_id: ConnId,
@@ -112,8 +120,8 @@ struct Ready {
 }
 
 impl Steward {
-    /// Runs until the bell says stop; gives itself back for the farewell.
-    pub(crate) fn run(mut self) -> Self {
+    /// Runs until the bell says stop, then says goodbye to everybody.
+    pub(crate) fn run(mut self) {
         block_signals();
         self.publish();
         while !self.bell.stop.load(Ordering::Acquire) {
@@ -137,11 +145,12 @@ impl Steward {
             self.tell(notices);
             self.keep_deadline();
         }
-        self
+        self.farewell();
     }
 
-    /// Says goodbye to everybody.
-    pub(crate) fn farewell(&self) {
+    fn farewell(&self) {
+        // The name goes before the listener: nobody can have bound it anew yet.
+        self.directory.remove_socket(self.seat);
         for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             let _ = socket::send(socket.as_fd(), &Message::Bye, &[]);
         }
@@ -238,7 +247,12 @@ impl Steward {
                         return;
                     }
                 }
-                Err(_) => return,
+                Err(Errno::AGAIN) => return,
+                Err(errno) => {
+                    // The kernel is out of memory; `poll` will find the connection again.
+                    tracing::warn!(%errno, "steward: accept failed");
+                    return std::thread::sleep(Duration::from_millis(10));
+                }
             }
         }
     }
@@ -247,8 +261,12 @@ impl Steward {
         let counters = &self.watch.shared.counters;
         let Ok(peer) = peer_of(socket.as_fd()) else { return };
         if peer.uid != rustix::process::geteuid().as_raw() {
-            count(&counters.refused_credentials);
-            tracing::warn!(uid = peer.uid, pid = ?peer.pid, "refused a joiner of another user");
+            let times = counters.refused_credentials.fetch_add(1, Ordering::Relaxed) + 1;
+            // A stranger cannot fill the log: only every doubling is told.
+            if times.is_power_of_two() {
+                let Peer { uid, pid } = peer;
+                tracing::warn!(uid, pid, times, "refused a joiner of another user");
+            }
             return self.refuse(&socket, Refusal::Credentials);
         }
         let life = match Life::of_peer(socket.as_fd(), peer.pid) {
@@ -263,15 +281,14 @@ impl Steward {
         if strangers.len() >= MAX_STRANGERS
             && let Some(&oldest) = strangers.first()
         {
-            let actions = self.roster.on_closed(oldest);
+            let actions = self.roster.evict(oldest);
             self.perform(oldest, actions, notices);
         }
         let id = self.next_id;
         self.next_id += 1;
         self.roster.accepted(id);
-        let pid = peer.pid.as_raw_nonzero().get();
-        let socket = Some(GuardedFd::new(socket));
-        self.conns.push(Conn { id, socket, life, pid });
+        let socket = Some(SharedFd::from(socket));
+        self.conns.push(Conn { id, socket, life, pid: peer.pid });
     }
 
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
@@ -390,6 +407,9 @@ impl Steward {
                     count(&self.watch.shared.counters.deaths);
                     tracing::warn!(seat, %incarnation, "a member died");
                     self.guarded(|| hooks.on_death(seat, incarnation));
+                }
+                Notice::DiedJoining => {
+                    self.guarded(|| hooks.on_failed_join());
                 }
                 Notice::Left(seat, incarnation) => {
                     count(&self.watch.shared.counters.leaves);

@@ -339,3 +339,40 @@ fn huge_mapped_bytes(window: &Window) -> u64 {
         .and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok())
         .map_or(0, |kib| kib * 1024)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::segment::limits::HugePool;
+
+    #[test]
+    fn a14_pages_that_are_gone_between_look_and_take_are_a_shortage_and_leave_nothing() {
+        let page = PageTier::Huge1G.page_bytes();
+        let real = SystemView::real().huge_pool(page);
+        if real.unwrap_or_default() != HugePool::default() {
+            return println!("SKIP a14: this machine has 1 GiB pages to give");
+        }
+        // A machine that claims five free pages where there are none.
+        let dir = tempfile::tempdir().unwrap();
+        let pool = dir.path().join("sys/kernel/mm/hugepages/hugepages-1048576kB");
+        fs::create_dir_all(&pool).unwrap();
+        fs::write(pool.join("free_hugepages"), "5\n").unwrap();
+        let request = Request {
+            index: 3,
+            used_bytes: 2 * page,
+            pool_bytes: 4 * page,
+            prefer: PageTier::Huge1G,
+            strict: Some(PageTier::Huge1G),
+            numa: &NumaOutcome::NotRequested,
+            view: &SystemView::below(dir.path()),
+            gate: &Gate::default(),
+            progress: &|_| panic!("progress without pages"),
+        };
+        let error = request.allocate(&mut Vec::new()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Shortage, "{error}");
+        assert_eq!(error.shortage().unwrap().wanted_bytes, 2 * page);
+        // Without 1 GiB pages in the kernel the file is refused, with them the pages are.
+        assert!(error.errno().is_some(), "{error}");
+        assert_eq!(SystemView::real().huge_pool(page), real);
+    }
+}

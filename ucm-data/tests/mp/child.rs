@@ -124,7 +124,21 @@ impl Actor {
                 let rc = unsafe { libc::unshare(libc::CLONE_NEWNET) };
                 say(&format!("net {rc}"));
             }
-            "fork" => crate::fork::fork_in_child(self.member.take()),
+            "fork" => {
+                let member = self.member.take().unwrap();
+                crate::fork::fork_in_child(member, |member| {
+                    let mapped = member.mapped.as_ref().unwrap();
+                    format!(
+                        "maps={} slot={:?} read={:?} check={:?} peers={} poke={:?}",
+                        Resources::now().maps,
+                        mapped.slot_ptr(0),
+                        mapped.read(0, 0, &mut [0]).unwrap_err().kind(),
+                        member.membership.check().unwrap_err().kind(),
+                        member.membership.peers().len(),
+                        member.membership.poke().unwrap_err().kind(),
+                    )
+                });
+            }
             "alloc" => self.alloc(),
             "touch" => self.touch(),
             "knock" => crate::joining::knock_in_child(&self.args["dir"], self.number("seat")),
@@ -159,6 +173,7 @@ impl Actor {
             panic_on_death: self.args.contains_key("panic"),
             abandoned: 0,
             segments: None,
+            stop_in_admit: self.args.contains_key("stop"),
             force_seat: self.args.get("seat").map(|s| s.parse().unwrap()),
         }
     }
@@ -292,6 +307,7 @@ struct Caller {
     abandoned: u32,
     segments: Option<Segments>,
     force_seat: Option<u16>,
+    stop_in_admit: bool,
 }
 
 impl Enter for Caller {
@@ -316,6 +332,13 @@ impl Enter for Caller {
         let count = geometry.segments().len();
         let fds = admission.offer.fds.iter().take(count).cloned();
         assert_eq!(admission.offer.fds.len(), count + self.extra_fds);
+        if self.stop_in_admit {
+            // The parent ends the process here.
+            say("admitting");
+            loop {
+                std::thread::park();
+            }
+        }
         // Every descriptor must be open.
         for fd in &admission.offer.fds {
             rustix::fs::fstat(fd.as_fd()).unwrap();
@@ -350,6 +373,10 @@ impl StewardHooks for Hooks {
     fn on_death(&self, seat: u16, stay: Token) {
         say(&format!("event died {seat} {stay}"));
         assert!(!self.panic_on_death || self.fired.swap(true, Ordering::SeqCst), "hook gives up");
+    }
+
+    fn on_failed_join(&self) {
+        say("event failed");
     }
 
     fn on_leave(&self, seat: u16, stay: Token) {

@@ -1,6 +1,6 @@
 //! Death and leftovers: real SIGKILL and SIGSTOP.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::parent::{Instance, Proc};
 
@@ -162,6 +162,50 @@ fn a11_a_stay_that_began_and_ended_while_a_member_was_stopped_is_still_heard_of(
     assert_eq!(stopped.expect("event died"), format!("2 {}", first.stay));
     assert_eq!(stopped.expect("event left"), format!("2 {}", second.stay));
     assert_eq!(stopped.ask("peers", "peers"), "0");
+}
+
+#[test]
+fn d1_a_joiner_killed_while_it_is_admitted_is_reported_and_blocks_nobody() {
+    let instance = Instance::new();
+    let mut host = Proc::start();
+    host.enter(&instance.dir());
+    let mut victim = Proc::start();
+    victim.begin_enter(&instance.dir(), "stop=1");
+    victim.expect("admitting");
+    let mut next = Proc::start();
+    next.begin_enter(&instance.dir(), "");
+    victim.kill();
+    host.expect("event failed");
+    assert_eq!(next.entered().seat, 1);
+    // A creator killed at the same point leaves nothing that a next one could trip over.
+    let instance = Instance::new();
+    let mut victim = Proc::start();
+    victim.begin_enter(&instance.dir(), "stop=1");
+    victim.expect("admitting");
+    let mut next = Proc::start();
+    next.begin_enter(&instance.dir(), "");
+    victim.kill();
+    assert!(next.entered().created);
+}
+
+#[test]
+fn a04_processes_killed_at_random_moments_of_entering_never_disturb_the_next() {
+    for sockets in ["", "sockets=files"] {
+        let instance = Instance::new();
+        for round in 0u64..40 {
+            let mut victim = Proc::start();
+            victim.begin_enter(&instance.dir(), sockets);
+            // The moment of the fault: 0 to 4 ms into the entry.
+            std::thread::sleep(Duration::from_micros(round.wrapping_mul(2_654_435_761) % 4000));
+            victim.kill_now();
+            let mut next = Proc::start();
+            let entered = next.enter_with(&instance.dir(), sockets);
+            assert!(entered.created, "round {round}: joined the dead");
+            assert!(entered.ms <= 2000, "round {round}: {entered:?}");
+            assert_eq!(next.read(0), 0);
+            next.kill();
+        }
+    }
 }
 
 #[test]

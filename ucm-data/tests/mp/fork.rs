@@ -3,15 +3,16 @@
 use crate::child::say;
 use crate::parent::{Instance, Proc};
 
-/// In a child: forks; the grandchild drops its copy of the membership and goes on living until its
-/// standard input is closed.
-pub(crate) fn fork_in_child<T>(member: Option<T>) {
-    // SAFETY: the grandchild is single-threaded and uses only what works after fork here: dropping
-    // the copies, writing to a pipe, reading from a pipe.
+/// In a child: forks; the grandchild looks at its copy of the stay, drops it, and goes on living until
+/// its standard input is closed.
+pub(crate) fn fork_in_child<T>(stay: T, look: impl FnOnce(&T) -> String) {
+    // SAFETY: the grandchild is single-threaded and uses only what works after fork here: looking at
+    // and dropping its copies, writing to a pipe, reading from a pipe.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
-        drop(member);
-        say("forked");
+        let seen = look(&stay);
+        drop(stay);
+        say(&format!("forked {seen}"));
         let mut byte = [0u8; 1];
         loop {
             let stdin = std::io::stdin();
@@ -24,7 +25,7 @@ pub(crate) fn fork_in_child<T>(member: Option<T>) {
         unsafe { libc::_exit(0) };
     }
     // The parent keeps its stay, and leaves reading the commands to the grandchild.
-    let _stay = std::mem::ManuallyDrop::new(member);
+    let _stay = std::mem::ManuallyDrop::new(stay);
     loop {
         std::thread::park();
     }
@@ -37,7 +38,9 @@ fn d9_a_forked_child_cannot_leave_for_its_parent_nor_keep_it_alive() {
     observer.enter(&instance.dir());
     let mut parent = Proc::start();
     let entered = parent.enter(&instance.dir());
-    parent.ask("fork", "forked");
+    // What the grandchild inherited answers by refusing, and its memory is not mapped there.
+    let seen = parent.ask("fork", "forked");
+    assert_eq!(seen, "maps=0 slot=None read=Forked check=Forked peers=0 poke=Forked");
     // The grandchild dropped its copy of the membership: nobody may have heard a leave.
     assert!(observer.events().iter().all(|event| !event.starts_with("left")));
     assert_eq!(observer.ask("alive seat=1", "alive"), "true");

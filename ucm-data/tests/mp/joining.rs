@@ -243,3 +243,16 @@ fn two_instances_never_meet() {
 
 /// Watchdog for whole tests that loop.
 pub(crate) const ROUND_LIMIT: Duration = Duration::from_secs(120);
+
+#[test]
+fn socket_files_work_below_a_path_too_long_for_a_socket_address() {
+    let instance = Instance::new();
+    let dir = instance.dir().join("x".repeat(200)).join("y".repeat(200));
+    let mut first = Proc::start();
+    let created = first.enter_with(&dir, "sockets=files");
+    let mut second = Proc::start();
+    assert_eq!(second.enter_with(&dir, "sockets=files").boot, created.boot);
+    assert!(dir.join("seat-1.sock").exists());
+    second.leave();
+    assert!(!dir.join("seat-1.sock").exists());
+}

@@ -1,6 +1,8 @@
 //! Tests with real processes: this binary starts itself again as a child (`child::entry`), talks to
 //! it over pipes, and ends it with real signals.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
 mod child;
 mod crowd;
 mod death;
