@@ -254,7 +254,7 @@ impl Pool {
 
     /// Links a detached slot under its new key, changing its word. False when the key is resident
     /// by now.
-    fn link(
+    pub(crate) fn link(
         &self,
         tables: &PoolTables,
         index: u32,
@@ -272,6 +272,8 @@ impl Pool {
         let changed = slot.change(from, to);
         if changed {
             bucket.insert(key, index);
+            // Idle slots are evictable; searches that ran meanwhile found this one taken.
+            tables.not_full();
         }
         changed
     }
@@ -304,8 +306,6 @@ impl Pool {
             tables.release(me, index);
             return Ok(Prealloc::Resident);
         }
-        // Searches that ran meanwhile found the slot taken.
-        tables.not_full();
         me.count(|c| &c.preallocs, 1);
         me.count(|c| &c.prealloc_reserved, u64::from(reserved));
         Ok(if reserved { Prealloc::MadeReserved } else { Prealloc::Made })
@@ -427,7 +427,7 @@ impl Pool {
         self.member.control.region.hasher()
     }
 
-    fn raw(&self, key: &Key) -> RawKey {
+    pub(crate) fn raw(&self, key: &Key) -> RawKey {
         let (lo, hi) = key.block.halves();
         let hashed = Hasher::shard(self.hasher().block(lo, hi), key.shard);
         RawKey { lo, hi, shard: key.shard, hashed }
