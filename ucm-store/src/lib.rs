@@ -5,8 +5,11 @@
 //! writes or reads it any more. This crate knows no ranks and no queues.
 
 mod backend;
+mod delay_line;
 mod error;
+mod fault;
 mod file;
+mod gate;
 mod latency;
 mod memory;
 mod meter;
@@ -22,7 +25,9 @@ mod xxh3;
 
 pub use backend::{Backend, BackendCapabilities, Presence};
 pub use error::{ErrorKind, StoreError};
+pub use fault::{Damage, Fault, FaultBackend, Rule};
 pub use file::{Durability, FileBackend, FileConfig, FileReport, FileStep};
+pub use gate::Gate;
 pub use latency::{Delay, LatencyBackend};
 pub use memory::MemoryBackend;
 pub use meter::{Meter, MeterReport, Metered};
