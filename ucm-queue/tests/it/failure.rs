@@ -348,3 +348,24 @@ fn f9_a_waiter_of_a_queue_that_ends_takes_over() {
     pair.node.assert_at_rest();
     pair.owner = (backend, pair.waiter.1, pair.waiter.2);
 }
+
+#[test]
+fn f10_a_waiter_of_a_dead_owner_takes_over() {
+    let pair = Pair::new();
+    let (_, queue, buffer) = &pair.waiter;
+    let dead = pair.node.rank();
+    let Acquired::Owner(fill) = dead.pool.acquire(&key(0)).unwrap() else { panic!() };
+    let waits = queue.submit(task_of(buffer, [key(0)])).unwrap();
+    eventually("the wait", || pair.node.inspect().pools[0].pinned == 1 && queue.stats().tasks == 1);
+    // As after a proof of its death: its fill is undone, and the waiter hears of it.
+    pair.node.rank().member.reap(dead.member.id(), Some(dead.member.generation()));
+    pair.waiter.0.wait_held(1);
+    pair.waiter.0.open();
+    assert_all_loaded(&waits);
+    pair.waiter.2.assert_holds(key(0), 0);
+    assert_eq!(queue.stats().retried_shards, 1);
+    // What the dead one does afterwards reaches nobody.
+    drop(fill);
+    assert_all_loaded(&queue.submit(task_of(buffer, [key(0)])).unwrap());
+    pair.node.assert_at_rest();
+}

@@ -164,3 +164,58 @@ fn q12_finished_shards_of_others_are_taken_while_an_own_read_is_stuck() {
     handles.iter().for_each(assert_all_loaded);
     assert_eq!(world.loads().len(), 12);
 }
+
+#[test]
+fn q7_a_small_request_does_not_wait_for_a_big_one() {
+    let mut world = World::new(
+        Node::new(2048, BYTES),
+        1,
+        1100,
+        |_| Box::new(move |_, _| (D, Fate::Good)),
+        |_, builder| builder.backend_depth(4),
+    );
+    let rank = &world.ranks[0];
+    let big = rank.queue.submit(request_of(&rank.buffer, (0..1000).map(key)), world.now).unwrap();
+    world.pass(D * 3 + D / 2);
+    let begin = world.now;
+    let rank = &world.ranks[0];
+    let shard = rank.buffer.shard(key(5000), 1000);
+    let request = ucm_queue::Request { shards: vec![shard], deadline: None };
+    let small = rank.queue.submit(ucm_queue::Task { requests: vec![request] }, world.now).unwrap();
+    while !small.is_done() {
+        assert!(world.step(None));
+    }
+    assert!(world.now - begin <= 2 * D, "took {:?}", world.now - begin);
+    assert!(!big.is_done());
+    world.run();
+    assert_all_loaded(&big);
+}
+
+#[test]
+fn q8_two_big_requests_do_not_starve_small_ones() {
+    let mut world = World::new(
+        Node::new(4096, BYTES),
+        1,
+        2100,
+        |_| Box::new(move |_, _| (D, Fate::Good)),
+        |_, builder| builder.backend_depth(4),
+    );
+    let submit = |world: &World, keys: std::ops::Range<u64>, place: u64| {
+        let rank = &world.ranks[0];
+        let shards = keys.zip(place..).map(|(i, place)| rank.buffer.shard(key(i), place)).collect();
+        let requests = vec![ucm_queue::Request { shards, deadline: None }];
+        rank.queue.submit(ucm_queue::Task { requests }, world.now).unwrap()
+    };
+    let big = [submit(&world, 0..1000, 0), submit(&world, 1000..2000, 1000)];
+    for round in 0..20 {
+        let begin = world.now;
+        let small = submit(&world, 3000 + round..3001 + round, 2000 + round);
+        while !small.is_done() {
+            assert!(world.step(None));
+        }
+        assert!(world.now - begin <= 2 * D, "took {:?}", world.now - begin);
+    }
+    assert!(big.iter().all(|big| !big.is_done()));
+    world.run();
+    big.iter().for_each(assert_all_loaded);
+}
