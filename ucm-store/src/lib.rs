@@ -18,6 +18,7 @@ mod pattern;
 mod pattern_backend;
 mod random;
 mod raw;
+mod stack;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod timer;
@@ -34,3 +35,4 @@ pub use meter::{Meter, MeterReport, Metered};
 pub use op::{Completed, IoMemory, Op, Sink};
 pub use pattern::{PatternMismatch, Seems, fill_pattern, pattern_word, verify_pattern};
 pub use pattern_backend::PatternBackend;
+pub use stack::{Candidate, Promotion, Stack, Tier, TierReport};
