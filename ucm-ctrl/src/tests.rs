@@ -4,9 +4,12 @@
 //! [`loom_tests`](crate) and [`stress`].
 
 mod drain;
+mod joining;
 mod kit;
+mod lease;
 mod model;
 mod prealloc;
 
+mod roles;
 mod scenarios;
 mod waiting;
