@@ -10,6 +10,8 @@ mod lease;
 mod model;
 mod prealloc;
 
+mod reap;
 mod roles;
 mod scenarios;
+mod stress;
 mod waiting;
