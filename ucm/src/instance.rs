@@ -23,6 +23,9 @@ use crate::{Config, Error, PoolConfig, meta::Meta};
 /// Version of the protocol between members, apart from the layouts.
 const PROTOCOL: u32 = 1;
 
+/// Segments that a pool is cut into at most.
+const MOST_SEGMENTS: u64 = 256;
+
 /// Called with bytes done and bytes in total.
 pub(crate) type Progress<'a> = dyn Fn(u64, u64) + Sync + 'a;
 
@@ -122,11 +125,16 @@ impl Entrant<'_> {
             ))
         })?;
         let prefer = self.config.cache.pages.into();
-        let segments = SegmentsConfig {
+        let mut segments = SegmentsConfig {
             prefer,
             strict: self.config.cache.strict_pages.then_some(prefer),
             ..SegmentsConfig::new(pool.shard_bytes, slots)
         };
+        // A descriptor and a mapping a segment: large pools get larger segments, not more.
+        let total = pool.shard_bytes.saturating_mul(u64::from(slots));
+        let wanted = (total / MOST_SEGMENTS).max(pool.shard_bytes);
+        segments.segment_bytes =
+            segments.segment_bytes.max(wanted.checked_next_power_of_two().unwrap_or(u64::MAX));
         Ok(Segments::create_with_progress(&segments, progress)?)
     }
 }

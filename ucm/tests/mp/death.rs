@@ -1,0 +1,105 @@
+//! Death of members, through the whole stack.
+
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::parent::{Instance, Proc};
+
+/// D3: an owner is killed in mid-fill, half of the bytes written. A waiter takes over, what it gets
+/// is whole, and nothing of the dead member stays.
+#[test]
+fn d3_an_owner_killed_in_mid_fill_is_replaced_by_a_waiter() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..3).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..).zip(&mut procs) {
+        proc.join(&instance.rank(device, 3, 4));
+    }
+    procs[0].load(1, &[9]);
+    assert_eq!(procs[0].started(), 9);
+    procs[1].load(1, &[9]);
+    procs.remove(0).kill();
+    // The survivor that waited becomes the owner by itself.
+    assert_eq!(procs[0].started(), 9);
+    procs[0].release(9);
+    procs[0].loaded(1);
+    procs[1].load(1, &[9]);
+    procs[1].loaded(1);
+    let inspection = procs[1].ask(&json!({"do": "inspect"}));
+    assert_eq!(inspection["problems"], json!([]));
+    assert_eq!(
+        (&inspection["members"], &inspection["deaths"], &inspection["pinned"]),
+        (&json!(2), &json!(1), &json!(0))
+    );
+}
+
+/// D6 and "moves each byte once": the creator is killed, a new rank joins and hits its bytes.
+#[test]
+fn d6_the_creator_is_killed_and_a_new_rank_hits_its_bytes() {
+    let instance = Instance::new();
+    let mut creator = Proc::start();
+    let mut join = instance.rank(0, 2, 4);
+    join["backend"] = "pattern".into();
+    assert_eq!(creator.join(&join)["created"], true);
+    creator.load(1, &[1, 2, 3]);
+    creator.loaded(1);
+    let mut keeper = Proc::start();
+    assert_eq!(keeper.join(&instance.rank(1, 2, 4))["created"], false);
+    creator.kill();
+    let mut joiner = Proc::start();
+    assert_eq!(joiner.join(&instance.rank(0, 2, 4))["created"], false);
+    joiner.load(1, &[1, 2, 3]);
+    joiner.loaded(1);
+    assert!(joiner.drain("started").is_empty(), "a hit went to the backend");
+}
+
+/// W6 and D4: a stopped owner keeps its slot; others go on with other keys; when it continues, its
+/// fill is published and right.
+#[test]
+fn w6_a_stopped_owner_is_not_taken_over_and_its_publish_succeeds_later() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..2).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..).zip(&mut procs) {
+        proc.join(&instance.rank(device, 2, 4));
+    }
+    procs[0].load(1, &[4]);
+    assert_eq!(procs[0].started(), 4);
+    procs[0].signal(Signal::STOP);
+    procs[1].load(1, &[4]);
+    procs[1].load(2, &[5, 7]);
+    // Rank 1 of 2 starts with the second shard of its task.
+    assert_eq!([procs[1].started(), procs[1].started()], [7, 5]);
+    procs[1].release(5);
+    procs[1].release(7);
+    procs[1].loaded(2);
+    let inspection = procs[1].ask(&json!({"do": "inspect"}));
+    assert_eq!((&inspection["filling"], &inspection["deaths"]), (&json!(1), &json!(0)));
+    assert!(procs[1].drain("started").is_empty(), "a stopped owner was taken over");
+    procs[0].signal(Signal::CONT);
+    procs[0].release(4);
+    procs[0].loaded(1);
+    procs[1].loaded(1);
+}
+
+/// D2: all are killed; the next start needs nobody and finds an empty cache, of another size too.
+#[test]
+fn d2_after_all_are_killed_the_next_start_works_and_nothing_is_left() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..4).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..).zip(&mut procs) {
+        let mut join = instance.rank(device, 4, 4);
+        join["backend"] = "pattern".into();
+        proc.join(&join);
+        proc.load(1, &[1, 2, 3]);
+        proc.loaded(1);
+    }
+    procs.into_iter().for_each(Proc::kill);
+    assert_eq!(std::fs::read_dir(instance.path()).unwrap().count(), 0, "files are left");
+    let mut next = Proc::start();
+    let mut join = instance.rank(0, 1, 4);
+    join["slots"] = 32.into();
+    assert_eq!(next.join(&join)["created"], true);
+    next.load(1, &[1]);
+    assert_eq!(next.started(), 1);
+    next.release(1);
+    next.loaded(1);
+}

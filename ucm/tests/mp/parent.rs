@@ -1,0 +1,158 @@
+//! The parent's side: child processes and what they say.
+
+use std::{
+    collections::VecDeque,
+    io::{BufRead as _, BufReader, Write as _},
+    path::Path,
+    process::{Child, ChildStdin, Command, Stdio},
+    sync::mpsc::{Receiver, RecvTimeoutError, channel},
+    time::{Duration, Instant},
+};
+
+use serde_json::{Value, json};
+
+use crate::child::MARK;
+
+/// A generous watchdog: no test waits this long for anything that works.
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+/// A child process.
+pub(crate) struct Proc {
+    child: Child,
+    input: ChildStdin,
+    lines: Receiver<Value>,
+    heard: VecDeque<Value>,
+}
+
+impl Proc {
+    pub(crate) fn start() -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child::entry", "--ignored", "--nocapture"])
+            .env(MARK, "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (input, output) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+        let (send, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(output).lines().map_while(Result::ok) {
+                // The test harness prints before and after; a line of ours may follow its text.
+                if let Some((_, text)) = line.split_once("@@")
+                    && send.send(serde_json::from_str(text).unwrap()).is_err()
+                {
+                    return;
+                }
+            }
+        });
+        Self { child, input, lines, heard: VecDeque::new() }
+    }
+
+    /// Sends an order without waiting.
+    pub(crate) fn tell(&mut self, order: &Value) {
+        writeln!(self.input, "{order}").unwrap();
+    }
+
+    /// Sends an order and waits for its answer (events of other kinds are kept).
+    pub(crate) fn ask(&mut self, order: &Value) -> Value {
+        self.tell(order);
+        self.expect("answer")
+    }
+
+    /// The next message of this kind, in order.
+    pub(crate) fn expect(&mut self, kind: &str) -> Value {
+        let deadline = Instant::now() + WATCHDOG;
+        loop {
+            if let Some(at) = self.heard.iter().position(|m| m["kind"] == kind) {
+                return self.heard.remove(at).unwrap();
+            }
+            match self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(message) => self.heard.push_back(message),
+                Err(RecvTimeoutError::Timeout) => panic!("no {kind:?}; heard {:?}", self.heard),
+                Err(RecvTimeoutError::Disconnected) => {
+                    panic!("child ended without {kind:?}; heard {:?}", self.heard)
+                }
+            }
+        }
+    }
+
+    /// All messages of this kind that have come so far.
+    pub(crate) fn drain(&mut self, kind: &str) -> Vec<Value> {
+        self.heard.extend(self.lines.try_iter());
+        let (wanted, rest) = self.heard.drain(..).partition(|m| m["kind"] == kind);
+        self.heard = rest;
+        wanted.into()
+    }
+
+    pub(crate) fn join(&mut self, join: &Value) -> Value {
+        let mut order = join.clone();
+        order["do"] = "join".into();
+        let answer = self.ask(&order);
+        assert_eq!(answer["error"], Value::Null, "{answer}");
+        answer
+    }
+
+    /// Starts a load; its end comes as "ended".
+    pub(crate) fn load(&mut self, task: u64, keys: &[u64]) {
+        let answer = self.ask(&json!({"do": "load", "task": task, "keys": keys}));
+        assert_eq!(answer["error"], Value::Null, "{answer}");
+    }
+
+    /// Waits for a load and checks that every byte is right.
+    pub(crate) fn loaded(&mut self, task: u64) {
+        let ended = self.expect("ended");
+        assert_eq!(
+            ended,
+            json!({"kind": "ended", "task": task, "outcome": "Loaded", "wrong": Value::Null})
+        );
+    }
+
+    pub(crate) fn started(&mut self) -> u64 {
+        self.expect("started")["key"].as_u64().unwrap()
+    }
+
+    pub(crate) fn release(&mut self, key: u64) {
+        self.ask(&json!({"do": "release", "key": key}));
+    }
+
+    pub(crate) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// SIGKILL, and waits for the end of the process.
+    pub(crate) fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Proc {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A cache directory and its usual settings.
+pub(crate) struct Instance {
+    dir: tempfile::TempDir,
+}
+
+impl Instance {
+    pub(crate) fn new() -> Self {
+        Self { dir: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// How rank `device` of `ranks` joins, with a gated backend of this depth.
+    pub(crate) fn rank(&self, device: u32, ranks: u32, depth: usize) -> Value {
+        json!({
+            "role": "rank", "dir": self.path(), "device": device, "ranks": ranks, "slots": 64,
+            "shard_bytes": 4096, "shards_per_block": 1, "backend": "gate", "depth": depth,
+        })
+    }
+}
