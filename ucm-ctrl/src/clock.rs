@@ -115,6 +115,7 @@ impl PoolTables {
 
     /// To be called whenever a slot may have become evictable or free.
     pub(crate) fn not_full(&self) {
+        seqcst_point();
         if self.hot().full.0.load(Ordering::SeqCst) != 0 {
             self.hot().full.0.store(0, Ordering::SeqCst);
         }
@@ -215,7 +216,6 @@ impl PoolTables {
             return slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
         }
         slot.change(claimed, seen);
-        seqcst_point();
         // Somebody may have found everything taken while this slot looked so.
         self.not_full();
         false

@@ -13,7 +13,7 @@ use crate::{
     member::MemberWord,
     region::PoolTables,
     slot::Phase,
-    sync::{AtomicU64, Ordering},
+    sync::{Counter, Ordering},
 };
 
 macro_rules! statistics {
@@ -27,7 +27,7 @@ macro_rules! statistics {
 
         impl Statistics {
             fn add(&mut self, counters: &Counters) {
-                let get = |c: &AtomicU64| c.load(Ordering::Relaxed);
+                let get = |c: &Counter| c.load(Ordering::Relaxed);
                 $(self.$name = self.$name.wrapping_add(get(&counters.$name));)+
             }
 

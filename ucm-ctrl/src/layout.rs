@@ -4,31 +4,42 @@
 
 use crate::{
     event::EventWord,
-    sync::{AtomicU32, AtomicU64},
+    sync::{AtomicU32, AtomicU64, Counter, Pad},
 };
 
 /// Version of everything in this file. A member of another version is refused at attach.
 pub const LAYOUT_VERSION: u32 = 1;
 /// "UCMCTRL\x01", written last at creation.
+#[cfg(not(ucm_loom))]
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"UCMCTRL\x01");
 
 /// Most members (ranks and schedulers) of one region.
 pub const MAX_MEMBERS: usize = if cfg!(ucm_loom) { 4 } else { 128 };
 /// Most pools of one region.
 pub const MAX_POOLS: usize = 8;
-pub(crate) const ENTRIES: usize = 6;
+/// Entries of a bucket; a model has a single one, so that chains are part of it.
+pub(crate) const ENTRIES: usize = if cfg!(ucm_loom) { 1 } else { 6 };
 
+#[cfg(not(ucm_loom))]
 pub(crate) const HEADER_BYTES: usize = 4096;
 /// The two sizes as the header records them.
+#[cfg(not(ucm_loom))]
 pub(crate) const LAYOUT_HEADER_BYTES: u32 = 4096;
+#[cfg(not(ucm_loom))]
 pub(crate) const LAYOUT_MEMBERS: u32 = 128;
+#[cfg(not(ucm_loom))]
 pub(crate) const MEMBER_BYTES: usize = 512;
+#[cfg(not(ucm_loom))]
 pub(crate) const LEASE_BYTES: usize = 32;
+#[cfg(not(ucm_loom))]
 pub(crate) const POOL_BYTES: usize = 256;
+#[cfg(not(ucm_loom))]
 pub(crate) const BUCKET_BYTES: usize = 64;
+#[cfg(not(ucm_loom))]
 pub(crate) const SLOT_BYTES: usize = 64;
 
 /// Description of one pool in the header.
+#[cfg(not(ucm_loom))]
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct PoolHeader {
@@ -40,7 +51,8 @@ pub(crate) struct PoolHeader {
     _reserved: [AtomicU64; 5],
 }
 
-/// First page of the region. Constant after creation, apart from the last lines.
+/// First page of the region. Constant after creation.
+#[cfg(not(ucm_loom))]
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct Header {
@@ -60,28 +72,28 @@ pub(crate) struct Header {
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct Counters {
-    pub(crate) hits: AtomicU64,
-    pub(crate) owners: AtomicU64,
-    pub(crate) takeovers: AtomicU64,
-    pub(crate) waiters: AtomicU64,
-    pub(crate) fulls: AtomicU64,
-    pub(crate) evictions: AtomicU64,
-    pub(crate) victim_searches: AtomicU64,
-    pub(crate) victim_steps: AtomicU64,
-    pub(crate) publishes: AtomicU64,
-    pub(crate) failures: AtomicU64,
-    pub(crate) drains: AtomicU64,
-    pub(crate) preallocs: AtomicU64,
-    pub(crate) prealloc_reserved: AtomicU64,
-    pub(crate) prealloc_nothing: AtomicU64,
-    pub(crate) touched: AtomicU64,
-    pub(crate) leases: AtomicU64,
-    pub(crate) deaths: AtomicU64,
-    pub(crate) slots_recovered: AtomicU64,
-    pub(crate) pins_recovered: AtomicU64,
-    pub(crate) locks_recovered: AtomicU64,
-    pub(crate) corruptions: AtomicU64,
-    _reserved: [AtomicU64; 11],
+    pub(crate) hits: Counter,
+    pub(crate) owners: Counter,
+    pub(crate) takeovers: Counter,
+    pub(crate) waiters: Counter,
+    pub(crate) fulls: Counter,
+    pub(crate) evictions: Counter,
+    pub(crate) victim_searches: Counter,
+    pub(crate) victim_steps: Counter,
+    pub(crate) publishes: Counter,
+    pub(crate) failures: Counter,
+    pub(crate) drains: Counter,
+    pub(crate) preallocs: Counter,
+    pub(crate) prealloc_reserved: Counter,
+    pub(crate) prealloc_nothing: Counter,
+    pub(crate) touched: Counter,
+    pub(crate) leases: Counter,
+    pub(crate) deaths: Counter,
+    pub(crate) slots_recovered: Counter,
+    pub(crate) pins_recovered: Counter,
+    pub(crate) locks_recovered: Counter,
+    pub(crate) corruptions: Counter,
+    _reserved: Pad<11>,
 }
 
 /// One member (rank or scheduler) of the region.
@@ -98,11 +110,11 @@ pub(crate) struct MemberRecord {
     pub(crate) joined_ms: AtomicU64,
     /// Names the stay; valid in state `Joined`.
     pub(crate) incarnation: [AtomicU64; 2],
-    _reserved: [AtomicU64; 2],
+    _reserved: Pad<2>,
     pub(crate) doorbell: Line<EventWord>,
     pub(crate) lease_bell: Line<EventWord>,
     pub(crate) counters: Counters,
-    _tail: [AtomicU64; 8],
+    _tail: Pad<8>,
 }
 
 /// A value alone on its cache line.
@@ -111,6 +123,7 @@ pub(crate) struct MemberRecord {
 pub(crate) struct Line<T>(pub(crate) T);
 
 /// Lease of a set of slots for a number of consumers.
+#[cfg(not(ucm_loom))]
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct LeaseRecord {

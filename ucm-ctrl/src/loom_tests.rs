@@ -1,1 +1,123 @@
+//! Models of the protocols, for all interleavings with at most two preemptions (`cargo xtask loom`).
+//!
+//! A model has four seats, one bucket with a single entry and a chain, one or two slots, and "slot
+//! memory" in loom cells, so that a read that meets a write, or is not ordered after it, is reported
+//! as a race. A lost wake-up is a deadlock, which is reported as well.
+//!
+//! **Invariant:** every model fails when the step it guards is left out.
 
+#![expect(clippy::unwrap_used, reason = "a model may panic")]
+
+mod bytes;
+mod evicting;
+mod owning;
+mod seats;
+mod waking;
+
+use loom::cell::UnsafeCell;
+
+use crate::{
+    Acquired, BlockId, Control, Fill, Geometry, Key, Member, MemberSpec, Phase, Pin, Pool, PoolId,
+    SlotId, Waiter, sync::Arc,
+};
+
+/// Explores all interleavings; two preemptions unless the environment says otherwise.
+fn explore(model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound.get_or_insert(2);
+    builder.max_branches = builder.max_branches.max(20_000);
+    builder.check(model);
+}
+
+fn cache(slots: u32) -> Control {
+    Control::private(&Geometry { leases: 0, ..Geometry::single(slots, 0, 1, 4096) }).unwrap()
+}
+
+fn join(control: &Control) -> Member {
+    control.join(MemberSpec::rank(0, 1)).unwrap()
+}
+
+fn pool(control: &Control) -> Pool {
+    join(control).pool(PoolId(0)).unwrap()
+}
+
+fn key(block: u64) -> Key {
+    Key::new(BlockId::from_halves(block, block), 0)
+}
+
+fn own(pool: &Pool, key: &Key) -> Fill {
+    match pool.acquire(key).unwrap() {
+        Acquired::Owner(fill) => fill,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn wait(pool: &Pool, key: &Key) -> Waiter {
+    match pool.acquire(key).unwrap() {
+        Acquired::Waiter(waiter) => waiter,
+        other => panic!("{other:?}"),
+    }
+}
+
+fn load(pool: &Pool, key: &Key) {
+    drop(own(pool, key).publish().unwrap());
+}
+
+fn phase(control: &Control, slot: u32) -> Phase {
+    control.region.pool(0).unwrap().slots[slot as usize].load().phase()
+}
+
+fn resident(control: &Control, key: &Key) -> usize {
+    let slots = &control.region.pool(0).unwrap().slots;
+    slots.iter().filter(|s| s.load().phase().is_resident() && s.block() == key.block).count()
+}
+
+fn assert_at_rest(control: &Control) {
+    let seen = control.inspect();
+    assert_eq!(seen.problems, Vec::<String>::new());
+    let pool = &seen.pools[0];
+    assert_eq!((pool.pinned, pool.filling, pool.draining, pool.moving), (0, 0, 0, 0));
+}
+
+/// The bytes of two slots.
+#[derive(Clone)]
+struct Memory(Arc<[UnsafeCell<u64>; 2]>);
+
+impl Memory {
+    fn new() -> Self {
+        Self(Arc::new([UnsafeCell::new(0), UnsafeCell::new(0)]))
+    }
+
+    fn write(&self, slot: SlotId, word: u64) {
+        // SAFETY: loom checks that nobody else has access.
+        self.0[slot.0 as usize].with_mut(|to| unsafe { *to = word });
+    }
+
+    fn read(&self, slot: SlotId) -> u64 {
+        // SAFETY: loom checks that nobody else writes.
+        self.0[slot.0 as usize].with(|from| unsafe { *from })
+    }
+
+    fn check(&self, pin: &Pin, key: u64) {
+        assert_eq!(self.read(pin.slot()), key, "the bytes of another key");
+    }
+
+    /// Acquires, and fills or checks; true unless the cache was full.
+    fn use_key(&self, pool: &Pool, block: u64) -> bool {
+        match pool.acquire(&key(block)).unwrap() {
+            Acquired::Hit(pin) => self.check(&pin, block),
+            Acquired::Owner(fill) => {
+                self.write(fill.slot(), block);
+                self.check(&fill.publish().unwrap(), block);
+            }
+            Acquired::Waiter(waiter) => {
+                let _ = waiter.wait(None);
+                if let Ok(pin) = waiter.into_pin() {
+                    self.check(&pin, block);
+                }
+            }
+            Acquired::Full => return false,
+        }
+        true
+    }
+}

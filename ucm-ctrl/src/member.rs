@@ -10,7 +10,7 @@ use crate::{
     event::SLEEPERS,
     layout::{Counters, MAX_MEMBERS, MemberRecord},
     region::{Region, zeroed_counts},
-    sync::{Arc, AtomicU32, AtomicU64, Backoff, Ordering, seqcst_point, spin_hint},
+    sync::{Arc, AtomicU32, AtomicU64, Backoff, Counter, Ordering, seqcst_point, spin_hint},
 };
 
 /// What a member does.
@@ -414,7 +414,7 @@ impl MemberInner {
         if self.control.region.is_ours() { self.control.region.member(self.index) } else { None }
     }
 
-    pub(crate) fn count(&self, pick: impl FnOnce(&Counters) -> &AtomicU64, by: u64) {
+    pub(crate) fn count(&self, pick: impl FnOnce(&Counters) -> &Counter, by: u64) {
         if by != 0
             && let Some(record) = self.control.region.member(self.index)
         {

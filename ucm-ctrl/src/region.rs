@@ -7,12 +7,17 @@ use crate::{
     Geometry, PoolGeometry, fork,
     freemap::{self, FreeMap},
     key::Hasher,
-    layout::{Bucket, LeaseRecord, MemberRecord, PoolHot, Slot},
+    layout::{Bucket, MemberRecord, PoolHot, Slot},
     sync::AtomicU64,
 };
 
 #[cfg(not(ucm_loom))]
+use crate::layout::LeaseRecord;
+
+#[cfg(not(ucm_loom))]
 mod memory;
+#[cfg(not(ucm_loom))]
+mod plan;
 #[cfg(not(ucm_loom))]
 pub(crate) use memory::{Region, Table, zeroed_counts};
 
@@ -56,6 +61,7 @@ impl Region {
         self.members().get(usize::from(index))
     }
 
+    #[cfg(not(ucm_loom))]
     pub(crate) fn lease(&self, index: u32) -> Option<&LeaseRecord> {
         self.leases().get(index as usize)
     }

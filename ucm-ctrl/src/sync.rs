@@ -7,6 +7,9 @@ mod imp {
     pub use std::sync::Arc;
     pub use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+    /// Unused words of a shared structure.
+    pub(crate) type Pad<const WORDS: usize> = [AtomicU64; WORDS];
+
     /// Completes a sequentially consistent write followed by a read of another word. Nothing to do
     /// here: `SeqCst` operations have that order among themselves.
     pub(crate) fn seqcst_point() {}
@@ -27,6 +30,9 @@ mod imp {
     pub use loom::sync::Arc;
     pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+    /// Models have no use for padding.
+    pub(crate) type Pad<const WORDS: usize> = [(); WORDS];
+
     /// loom takes `SeqCst` accesses for acquire and release only, but knows the fence.
     pub(crate) fn seqcst_point() {
         loom::sync::atomic::fence(Ordering::SeqCst);
@@ -42,7 +48,9 @@ mod imp {
 }
 
 pub use imp::{Arc, AtomicU32, AtomicU64, Ordering};
-pub(crate) use imp::{seqcst_point, spin_hint, yield_now};
+/// An event count: decides nothing, so a model need not explore it.
+pub(crate) type Counter = std::sync::atomic::AtomicU64;
+pub(crate) use imp::{Pad, seqcst_point, spin_hint, yield_now};
 
 /// Spins a little, then yields: for waits that end within another thread's few instructions.
 #[derive(Debug, Default)]

@@ -1,7 +1,9 @@
 //! Tests of the whole crate in one process, by subject. Case ids stand in the names.
 //!
-//! **Invariant:** a test that cannot fail is not here: see the list of mutants in
-//! [`loom_tests`](crate) and [`stress`].
+//! **Invariant:** a test asserts states and bytes, and no test waits for time to pass where there
+//! is an event to wait for.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod drain;
 mod joining;

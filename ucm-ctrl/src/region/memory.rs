@@ -13,10 +13,10 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags},
 };
 
-use super::PoolTables;
+use super::{PoolTables, plan::RegionLayout};
 use crate::{
     CtrlError, Geometry, PoolGeometry, fork,
-    geometry::{RegionLayout, free_map_words},
+    geometry::free_map_words,
     key::Hasher,
     layout::{
         Bucket, HEADER_BYTES, Header, LAYOUT_HEADER_BYTES, LAYOUT_MEMBERS, LAYOUT_VERSION,

@@ -5,14 +5,13 @@ use crate::{
     CtrlError, Geometry, fork,
     geometry::free_map_words,
     key::Hasher,
-    layout::{LeaseRecord, MAX_MEMBERS, MemberRecord},
+    layout::{MAX_MEMBERS, MemberRecord},
     sync::AtomicU32,
 };
 
 #[derive(Debug)]
 pub(crate) struct Region {
     members: Vec<MemberRecord>,
-    leases: Vec<LeaseRecord>,
     pub(super) pools: Vec<PoolTables>,
     pub(super) geometry: Geometry,
     pub(super) hasher: Hasher,
@@ -34,7 +33,6 @@ impl Region {
         geometry.check()?;
         let region = Self {
             members: many(MAX_MEMBERS),
-            leases: many(geometry.leases as usize),
             pools: geometry
                 .pools
                 .iter()
@@ -69,10 +67,6 @@ impl Region {
 
     pub(crate) fn members(&self) -> &[MemberRecord] {
         &self.members
-    }
-
-    pub(crate) fn leases(&self) -> &[LeaseRecord] {
-        &self.leases
     }
 }
 
