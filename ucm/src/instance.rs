@@ -7,6 +7,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     sync::{Arc, OnceLock},
     thread::{self, ThreadId},
+    time::Duration,
 };
 
 use ucm_ctrl::{
@@ -88,11 +89,29 @@ pub(crate) fn enter(
     progress: &Progress<'_>,
 ) -> Result<Instance, Error> {
     config.check()?;
+    enter_as(config, spec, when_absent, layout_tag(config), progress)
+}
+
+/// Joins a living cache whatever its geometry; never creates one.
+pub(crate) fn observe(config: &Config, patience: Duration) -> Result<Instance, Error> {
+    let mut config = config.clone();
+    config.cache.join_timeout_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+    let tag = LayoutTag::any_geometry(PROTOCOL, LAYOUT_VERSION);
+    enter_as(&config, MemberSpec::scheduler(), WhenAbsent::Wait, tag, &|_, _| {})
+}
+
+fn enter_as(
+    config: &Config,
+    spec: MemberSpec,
+    when_absent: WhenAbsent,
+    layout: LayoutTag,
+    progress: &Progress<'_>,
+) -> Result<Instance, Error> {
     let rendezvous = RendezvousConfig {
         deadline: config.join_timeout(),
         sockets: config.cache.sockets.into(),
         when_absent,
-        ..RendezvousConfig::new(config.instance_dir(), layout_tag(config))
+        ..RendezvousConfig::new(config.instance_dir(), layout)
     };
     let mut entrant =
         Entrant { config, spec, progress, control: None, member: None, segments: Vec::new() };

@@ -21,7 +21,7 @@ pub use config::{
     OrderKind, Pages, PoolConfig, QueueConfig, SchedulerFirst, SocketKind,
 };
 pub use error::{Error, ErrorKind};
-pub use node::{Node, NodeBuilder, RankBuilder};
+pub use node::{Inspected, Node, NodeBuilder, RankBuilder, inspect};
 pub use rank::{Rank, RankReport};
 pub use scheduler::Scheduler;
 

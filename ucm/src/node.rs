@@ -2,10 +2,9 @@
 //!
 //! **Invariant:** nothing happens to the system before a role is started.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use ucm_ctrl::Inspection;
-use ucm_data::WhenAbsent;
 use ucm_store::Backend;
 use ucm_transport::TransferEngine;
 
@@ -61,16 +60,36 @@ impl Node {
     pub fn scheduler(&self) -> Result<Scheduler, Error> {
         Scheduler::join(&self.config)
     }
+}
 
-    /// Looks at a living cache without creating one.
-    ///
-    /// # Errors
-    /// `Environment` when no cache lives in the directory.
-    pub fn inspect(&self) -> Result<Inspection, Error> {
-        let spec = ucm_ctrl::MemberSpec::scheduler();
-        let instance = instance::enter(&self.config, spec, WhenAbsent::Wait, &|_, _| {})?;
-        Ok(instance.member.control().inspect())
-    }
+/// Looks at the cache that lives in the configured directory, whatever its pools; creates none.
+///
+/// # Errors
+/// `Environment` when no cache lives there within `patience`.
+pub fn inspect(config: &Config, patience: Duration) -> Result<Inspected, Error> {
+    let instance = instance::observe(config, patience)?;
+    let control = instance.member.control();
+    let pages = instance.segments.iter().map(|s| s.geometry().reached().to_string()).collect();
+    Ok(Inspected {
+        observer: instance.member.id().0,
+        shard_bytes: control.geometry().pools.iter().map(|pool| pool.shard_bytes).collect(),
+        pages,
+        inspection: control.inspect(),
+    })
+}
+
+/// A cache as [`inspect`] found it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Inspected {
+    /// Seat of the process that looked.
+    pub observer: u8,
+    /// Bytes of a shard, by pool.
+    pub shard_bytes: Vec<u64>,
+    /// Page tier, by pool.
+    pub pages: Vec<String>,
+    /// What it saw.
+    pub inspection: Inspection,
 }
 
 impl NodeBuilder {

@@ -2,19 +2,23 @@
 //!
 //! **Invariant:** a cache with contradictions ends with a non-zero exit code.
 
-use std::{fmt::Write as _, process::ExitCode};
+use std::{fmt::Write as _, process::ExitCode, time::Duration};
 
 use serde_json::{Value, json};
-use ucm::{Error, Inspection, Node};
+use ucm::{Config, Error, Inspected, Inspection};
 
-pub(crate) fn run(node: &Node, as_json: bool) -> Result<ExitCode, Error> {
-    let inspection = node.inspect()?;
+/// How long to wait for members that are just coming or going.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+pub(crate) fn run(config: &Config, as_json: bool) -> Result<ExitCode, Error> {
+    let inspected = ucm::inspect(config, PATIENCE)?;
     if as_json {
-        crate::print(&format!("{:#}\n", document(&inspection)));
+        crate::print(&format!("{:#}\n", document(&inspected.inspection)));
     } else {
-        crate::print(&text(node, &inspection));
+        crate::print(&text(config, &inspected));
     }
-    Ok(if inspection.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(5) })
+    let healthy = inspected.inspection.problems.is_empty();
+    Ok(if healthy { ExitCode::SUCCESS } else { ExitCode::from(5) })
 }
 
 fn document(inspection: &Inspection) -> Value {
@@ -46,19 +50,21 @@ fn document(inspection: &Inspection) -> Value {
     })
 }
 
-fn text(node: &Node, inspection: &Inspection) -> String {
+fn text(config: &Config, inspected: &Inspected) -> String {
+    let inspection = &inspected.inspection;
     let mut out = String::new();
     // Writing to a string cannot fail.
-    let _ = writeln!(out, "cache in {}", node.config().instance_dir().display());
-    for (pool, config) in inspection.pools.iter().zip(&node.config().pool) {
+    let _ = writeln!(out, "cache in {}", config.instance_dir().display());
+    let facts = inspected.shard_bytes.iter().zip(&inspected.pages);
+    for (index, (pool, (shard_bytes, pages))) in inspection.pools.iter().zip(facts).enumerate() {
+        let name = config.pool.get(index).map_or("", |pool| pool.name.as_str());
         let _ = writeln!(
             out,
-            "\npool {}: {} + {} slots of {} bytes\n  ready {}  filling {}  failed {}  idle {}  free {}  \
-             moving {}  draining {}\n  pinned {}  accessed {}  hand at {}  oldest fill {} ms  longest bucket {}",
-            config.name,
+            "\npool {index} {name}: {} + {} slots of {shard_bytes} bytes on {pages}\n  ready {}  filling {}  \
+             failed {}  idle {}  free {}  moving {}  draining {}\n  pinned {}  accessed {}  hand at {}  \
+             oldest fill {} ms  longest bucket {}",
             pool.slots,
             pool.reserved,
-            config.shard_bytes,
             pool.ready,
             pool.filling,
             pool.failed,
@@ -82,8 +88,13 @@ fn text(node: &Node, inspection: &Inspection) -> String {
         };
         let _ = writeln!(
             out,
-            "  {:>3}  {:>8}  {device:<12}  {:>8}  {:>5}  {:?}",
-            member.index, member.pid, member.pins, member.filling, member.state
+            "  {:>3}  {:>8}  {device:<12}  {:>8}  {:>5}  {:?}{}",
+            member.index,
+            member.pid,
+            member.pins,
+            member.filling,
+            member.state,
+            if member.index == inspected.observer { "  (this command)" } else { "" }
         );
     }
     let _ = writeln!(out, "\nevents since creation");

@@ -9,7 +9,7 @@ mod inspect;
 use std::{path::PathBuf, process::ExitCode};
 
 use clap::{Parser, Subcommand};
-use ucm::{Config, Error, Node};
+use ucm::{Config, Error};
 
 /// KV cache of a node: inspection and diagnosis.
 #[derive(Debug, Parser)]
@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 fn run(cli: &Cli) -> Result<ExitCode, Error> {
     let config = Config::load(cli.settings.config.as_deref(), std::env::vars(), &cli.settings.set)?;
     match cli.command {
-        Command::Inspect { json } => inspect::run(&Node::new(config)?, json),
+        Command::Inspect { json } => inspect::run(&config, json),
         Command::Doctor { json } => doctor::run(&config, json),
         Command::Config => {
             print(&config.to_toml()?);
