@@ -1,4 +1,6 @@
 //! The trait every backend implements.
+//!
+//! **Invariant:** a backend reports an object as stored or loaded only when it is whole.
 
 use std::{fmt, sync::Arc};
 

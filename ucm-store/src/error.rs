@@ -1,4 +1,6 @@
 //! The crate's error: a stable kind and a message with the numbers.
+//!
+//! **Invariant:** the numbers of the kinds never change; new ones are added at the end.
 
 /// What kind of failure this is. Values are stable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

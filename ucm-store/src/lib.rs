@@ -3,6 +3,47 @@
 //! Owns: the [`Backend`] trait, the operations it completes, and the backends themselves.
 //! **Invariant:** every operation ends exactly once, and its memory comes back only when nothing
 //! writes or reads it any more. This crate knows no ranks and no queues.
+//!
+//! | backend | what it is for |
+//! |---|---|
+//! | [`FileBackend`] | objects in files: verified on load, published atomically, shared by processes |
+//! | [`MemoryBackend`] | objects in this process |
+//! | [`Stack`] | several backends as tiers: load cascade, promotion, write-through, touch cascade |
+//! | [`PatternBackend`] | objects that are computed: benchmarks and tests that verify every byte |
+//! | [`LatencyBackend`] | any backend with the timing of a device |
+//! | [`FaultBackend`] | any backend, failing on purpose |
+//! | [`Metered`] | any backend, counted |
+//!
+//! ```
+//! use std::sync::{Arc, mpsc};
+//! use ucm_store::{Backend, Completed, IoMemory, MemoryBackend, Op, Sink};
+//!
+//! struct Channel(mpsc::Sender<Completed>);
+//! impl Sink for Channel {
+//!     fn complete(&self, completed: Completed) {
+//!         let _ = self.0.send(completed);
+//!     }
+//! }
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (sender, ends) = mpsc::channel();
+//! let sink: Arc<dyn Sink> = Arc::new(Channel(sender));
+//! let backend = MemoryBackend::new();
+//!
+//! let memory = IoMemory::private(5)?;
+//! memory.write(0, b"bytes")?;
+//! backend.dump(vec![Op::new([7; 16], 0, 1, memory, sink.clone())]);
+//! ends.recv()?.result?;
+//!
+//! backend.load(vec![Op::new([7; 16], 0, 2, IoMemory::private(5)?, sink)]);
+//! let loaded = ends.recv()?;
+//! loaded.result?;
+//! let mut bytes = [0; 5];
+//! loaded.memory.read(0, &mut bytes)?;
+//! assert_eq!(&bytes, b"bytes");
+//! # Ok(())
+//! # }
+//! ```
 
 mod backend;
 mod delay_line;

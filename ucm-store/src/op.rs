@@ -24,6 +24,8 @@ pub struct IoMemory {
 
 // SAFETY: a pointer plus a Send keep-alive; the bytes are touched by raw copies only.
 unsafe impl Send for IoMemory {}
+// SAFETY: a shared reference gives the address and raw copies; the hold is reached by value only.
+unsafe impl Sync for IoMemory {}
 
 impl IoMemory {
     /// Describes `len` bytes at `base`.
@@ -178,6 +180,14 @@ impl Op {
     /// case that nothing touches the memory any more.
     pub fn finish(mut self, result: Result<(), StoreError>) {
         self.end(result);
+    }
+
+    /// The same memory once more, to be read by somebody else: while it lives, the operation cannot
+    /// be taken out of its `Arc`, and so not be finished.
+    pub(crate) fn share_memory(this: &Arc<Self>) -> IoMemory {
+        let memory = this.memory();
+        // SAFETY: the hold keeps the operation, which keeps the memory valid.
+        unsafe { IoMemory::from_raw(memory.as_ptr(), memory.len(), Box::new(Arc::clone(this))) }
     }
 
     /// Ends operations together: those of the same sink reach it as one batch.

@@ -24,6 +24,13 @@ pub(crate) fn snapshot(memory: &IoMemory) -> Arc<[u8]> {
     unsafe { copy.assume_init() }
 }
 
+/// Memory that lends out bytes of this process, to be dumped: nobody writes them.
+pub(crate) fn lend(bytes: Arc<[u8]>) -> IoMemory {
+    let (base, len) = (NonNull::from(&*bytes).cast(), bytes.len());
+    // SAFETY: the bytes live as long as the hold; dumps only read their memory.
+    unsafe { IoMemory::from_raw(base, len, Box::new(bytes)) }
+}
+
 /// Zeroed pages on the heap.
 #[derive(Debug)]
 pub(crate) struct Pages {

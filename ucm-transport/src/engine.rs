@@ -1,4 +1,6 @@
 //! The trait every transfer engine implements.
+//!
+//! **Invariant:** a plan that was accepted ends exactly once, and cannot be seen without its status.
 
 use std::{task::Waker, time::Instant};
 

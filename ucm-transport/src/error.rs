@@ -1,4 +1,6 @@
 //! The crate's error: a stable kind, a message with the numbers, and an optional source.
+//!
+//! **Invariant:** the numbers of the kinds never change; new ones are added at the end.
 
 use std::fmt;
 

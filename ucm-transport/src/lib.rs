@@ -4,6 +4,29 @@
 //! **Invariant:** memory named by a submitted plan, and everything the plan holds, stays untouched
 //! until the plan's ticket has reached a terminal state ("memory belongs to the operation").
 //! This crate knows no cache keys and no cache policy.
+//!
+//! ```
+//! use ucm_transport::{Addr, HostEngine, Memory, Transfer, TransferEngine, TransferPlan};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let engine = HostEngine::builder().build()?;
+//! let (source, target) = (Memory::host(4096)?, Memory::host(4096)?);
+//! source.write(100, b"bytes")?;
+//! let src = Addr { region: engine.register(source)?, offset: 100 };
+//! let dst = Addr { region: engine.register(target.clone())?, offset: 0 };
+//!
+//! let plan = TransferPlan { items: vec![Transfer { src, dst, len: 5 }], holds: vec![] };
+//! let ticket = engine.submit(plan).map_err(|rejected| rejected.error)?;
+//! let mut ends = Vec::new();
+//! engine.poll(&mut ends);
+//! assert_eq!((ends[0].ticket, ends[0].result.clone()?), (ticket, 5));
+//!
+//! let mut bytes = [0; 5];
+//! target.read(0, &mut bytes)?;
+//! assert_eq!(&bytes, b"bytes");
+//! # Ok(())
+//! # }
+//! ```
 
 mod engine;
 mod error;

@@ -1,4 +1,6 @@
 //! What to move: items between registered regions, and what must stay alive meanwhile.
+//!
+//! **Invariant:** holds outlive every access to the memory that the items name.
 
 use std::{any::Any, fmt};
 

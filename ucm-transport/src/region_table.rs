@@ -174,11 +174,24 @@ impl<T> RegionLease<T> {
     }
 }
 
-impl<T> Drop for RegionLease<T> {
-    fn drop(&mut self) {
+impl<T> RegionLease<T> {
+    /// Ends the use, and returns what is left to drop: the last reference to a region may run the
+    /// code of whoever owns its memory, which an engine does not want under its lock.
+    pub fn release(mut self) -> Vec<(RegionId, Arc<Region<T>>)> {
+        self.end();
+        std::mem::take(&mut self.regions)
+    }
+
+    fn end(&self) {
         for (_, region) in &self.regions {
             region.uses.fetch_sub(1, Ordering::Release);
         }
+    }
+}
+
+impl<T> Drop for RegionLease<T> {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 

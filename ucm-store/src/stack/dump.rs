@@ -9,7 +9,7 @@ use super::{
     Inner, shielded,
     tier::{Counts, Running},
 };
-use crate::{Completed, ErrorKind, IoMemory, Op, Sink, StoreError};
+use crate::{Completed, ErrorKind, Op, Sink, StoreError};
 
 /// Starts dumps in all tiers that take them.
 pub(super) fn start(inner: &Inner, ops: Vec<Op>) {
@@ -22,7 +22,7 @@ pub(super) fn start(inner: &Inner, ops: Vec<Op>) {
     let shared: Vec<Arc<Shared>> = ops
         .into_iter()
         .map(|op| {
-            let state = State { op: Some(op), left: takers.len(), outcome: Ok(()) };
+            let state = State { op: Some(Arc::new(op)), left: takers.len(), outcome: Ok(()) };
             Arc::new(Shared(Mutex::new(state)))
         })
         .collect();
@@ -38,7 +38,7 @@ pub(super) fn start(inner: &Inner, ops: Vec<Op>) {
 struct Shared(Mutex<State>);
 
 struct State {
-    op: Option<Op>,
+    op: Option<Arc<Op>>,
     /// Tiers that have not ended their part, started or not.
     left: usize,
     /// What the home tier said.
@@ -51,9 +51,7 @@ impl Shared {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         // The operation stays until all parts have ended, and this one has not begun.
         let op = state.op.as_ref()?;
-        let (base, len) = (op.memory().as_ptr(), op.memory().len());
-        // SAFETY: the operation keeps the memory valid; it is finished only after this part.
-        let memory = unsafe { IoMemory::from_raw(base, len, Box::new(())) };
+        let memory = Op::share_memory(op);
         let end = Part { shared: Arc::clone(self), counts: Arc::clone(counts), is_home };
         Some(Op::new(*op.block(), op.shard(), 0, memory, Arc::new(end)))
     }
@@ -68,11 +66,13 @@ struct Part {
 
 impl Sink for Part {
     fn complete(&self, completed: Completed) {
-        self.counts.dumped(completed.memory.len(), completed.result.is_ok());
+        let Completed { result, memory, .. } = completed;
+        self.counts.dumped(memory.len(), result.is_ok());
+        drop(memory);
         let mut state = self.shared.0.lock().unwrap_or_else(PoisonError::into_inner);
         if self.is_home {
-            state.outcome = completed.result;
-        } else if let Err(error) = completed.result {
+            state.outcome = result;
+        } else if let Err(error) = result {
             tracing::debug!(%error, "a dump failed in an upper tier");
         }
         state.left -= 1;
@@ -82,7 +82,8 @@ impl Sink for Part {
         let outcome = std::mem::replace(&mut state.outcome, Ok(()));
         let op = state.op.take();
         drop(state);
-        if let Some(op) = op {
+        // The last part has given its memory back, so nobody shares the operation any more.
+        if let Some(op) = op.and_then(Arc::into_inner) {
             op.finish(outcome);
         }
     }

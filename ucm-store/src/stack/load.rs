@@ -2,19 +2,16 @@
 //!
 //! **Invariant:** an operation is in one tier at a time, and is tried in each tier at most once.
 
-use std::{
-    ptr::NonNull,
-    sync::{
-        Arc, Mutex, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
-    },
+use std::sync::{
+    Arc, Mutex, PoisonError, Weak,
+    atomic::{AtomicU64, Ordering},
 };
 
 use super::{
     Inner, shielded,
     tier::{Candidate, Counts},
 };
-use crate::{Completed, ErrorKind, IoMemory, Op, Sink, StoreError, raw};
+use crate::{Completed, ErrorKind, Op, Sink, StoreError, raw};
 
 /// A load on its way down.
 struct Descent {
@@ -127,9 +124,7 @@ fn promotions(inner: &Inner, found_in: usize, op: &Op) -> Vec<Ascent> {
             continue;
         };
         let copy = copy.get_or_insert_with(|| raw::snapshot(op.memory()));
-        let base: NonNull<u8> = NonNull::from(&**copy).cast();
-        // SAFETY: the copy lives as long as the hold; a dump only reads it.
-        let memory = unsafe { IoMemory::from_raw(base, bytes, Box::new(Arc::clone(copy))) };
+        let memory = raw::lend(Arc::clone(copy));
         let counts = Arc::clone(&running.counts);
         let sink = Arc::new(Promoted { counts, _budget: budget });
         ascents.push(Ascent { tier, op: Op::new(block, shard, 0, memory, sink) });

@@ -14,7 +14,8 @@ use std::{
 
 use super::copy::CopyOp;
 use crate::{
-    Completion, ErrorKind, Hold, Quiesce, RegionLease, Ticket, TransferError, TransferPlan,
+    Completion, ErrorKind, Hold, Quiesce, Region, RegionId, RegionLease, Ticket, TransferError,
+    TransferPlan,
 };
 
 #[derive(Debug)]
@@ -89,6 +90,14 @@ pub(super) struct Piece {
     pub(super) inject_panic: bool,
 }
 
+/// What remains to be done without the lock: here foreign code runs.
+#[derive(Default)]
+#[must_use]
+struct After {
+    waker: Option<Waker>,
+    regions: Vec<(RegionId, Arc<Region<()>>)>,
+}
+
 impl Shared {
     pub(super) fn new(panic_at: Option<u64>) -> Self {
         let state = State {
@@ -144,9 +153,10 @@ impl Shared {
         }
         state.jobs.insert(ticket, job);
         if spans == 0 {
-            let waker = self.end_if_over(&mut state, ticket);
+            let mut after = After::default();
+            self.end_if_over(&mut state, ticket, &mut after);
             drop(state);
-            self.wake(waker);
+            self.finish(after);
         } else if !inline {
             state.queue.push_back(ticket);
             let to_wake = state.sleeping.min(spans);
@@ -176,6 +186,7 @@ impl Shared {
 
     /// Records the end of a piece.
     pub(super) fn piece_ended(&self, ticket: Ticket, panicked: bool) {
+        let mut after = After::default();
         let mut state = self.lock();
         if let Some(job) = state.jobs.get_mut(&ticket) {
             job.active -= 1;
@@ -185,14 +196,14 @@ impl Shared {
         }
         if panicked {
             state.poisoned = true;
-            self.cancel_waiting(&mut state, &poisoned());
+            self.cancel_waiting(&mut state, &poisoned(), &mut after);
         }
-        let waker = self.end_if_over(&mut state, ticket);
+        self.end_if_over(&mut state, ticket, &mut after);
         drop(state);
         if panicked {
             self.work.notify_all();
         }
-        self.wake(waker);
+        self.finish(after);
     }
 
     pub(super) fn poll(&self, out: &mut Vec<Completion>) -> usize {
@@ -206,10 +217,10 @@ impl Shared {
         let mut state = self.lock();
         let earlier = std::mem::replace(&mut state.waker, waker);
         // A completion that came before the waker must not wait for the next one.
-        let now = if state.done.is_empty() { None } else { state.waker.clone() };
+        let waker = state.woken_if_done();
         drop(state);
         drop(earlier);
-        self.wake(now);
+        self.finish(After { waker, ..After::default() });
     }
 
     pub(super) fn quiesce(&self, target: Quiesce, deadline: Instant) -> Result<(), TransferError> {
@@ -237,9 +248,11 @@ impl Shared {
         let mut state = self.lock();
         state.stop = true;
         let gone = TransferError::new(ErrorKind::Failed, "the engine was dropped");
-        self.cancel_waiting(&mut state, &gone);
+        let mut after = After::default();
+        self.cancel_waiting(&mut state, &gone, &mut after);
         drop(state);
         self.work.notify_all();
+        drop(after);
     }
 
     /// Drops completions that nobody can poll any more.
@@ -253,37 +266,39 @@ impl Shared {
     }
 
     /// Gives up all pieces that have not begun; jobs without a running piece end.
-    fn cancel_waiting(&self, state: &mut State, error: &TransferError) {
+    fn cancel_waiting(&self, state: &mut State, error: &TransferError, after: &mut After) {
         for ticket in std::mem::take(&mut state.queue) {
             if let Some(job) = state.jobs.get_mut(&ticket) {
                 job.next = job.spans.len();
                 job.error.get_or_insert_with(|| error.clone());
             }
-            // The caller wakes: under the lock no foreign code runs.
-            self.end_if_over(state, ticket);
+            self.end_if_over(state, ticket, after);
         }
     }
 
-    fn end_if_over(&self, state: &mut State, ticket: Ticket) -> Option<Waker> {
+    fn end_if_over(&self, state: &mut State, ticket: Ticket, after: &mut After) {
         if !state.jobs.get(&ticket).is_some_and(Job::is_over) {
-            return state.woken_if_done();
+            return;
         }
         if let Some(job) = state.jobs.remove(&ticket) {
-            drop(job.lease);
+            after.regions.extend(job.lease.release());
             let result = job.error.map_or(Ok(job.bytes), Err);
             state.done.push(Completion { ticket, result, holds: job.holds });
         }
         self.ended.notify_all();
-        state.woken_if_done()
+        after.waker = state.woken_if_done();
     }
 
-    fn wake(&self, waker: Option<Waker>) {
+    fn finish(&self, after: After) {
+        let After { waker, regions } = after;
+        drop(regions);
         let Some(waker) = waker else { return };
         if catch_unwind(AssertUnwindSafe(|| waker.wake())).is_err() {
             tracing::error!("the waker of the host engine panicked; the engine is poisoned");
+            let mut after = After::default();
             let mut state = self.lock();
             state.poisoned = true;
-            self.cancel_waiting(&mut state, &poisoned());
+            self.cancel_waiting(&mut state, &poisoned(), &mut after);
             drop(state);
             self.work.notify_all();
         }
