@@ -18,7 +18,8 @@ use loom::cell::UnsafeCell;
 
 use crate::{
     Acquired, BlockId, Control, Fill, Geometry, Key, Member, MemberSpec, Phase, Pin, Pool, PoolId,
-    SlotId, Waiter, sync::Arc,
+    SlotId, Waiter,
+    sync::{Arc, Counter, Ordering},
 };
 
 /// Explores all interleavings; two preemptions unless the environment says otherwise.
@@ -79,23 +80,23 @@ fn assert_at_rest(control: &Control) {
     assert_eq!((pool.pinned, pool.filling, pool.draining, pool.moving), (0, 0, 0, 0));
 }
 
-/// The bytes of two slots.
+/// The bytes of two slots: a loom cell that knows who reads and writes, and the value.
 #[derive(Clone)]
-struct Memory(Arc<[UnsafeCell<u64>; 2]>);
+struct Memory(Arc<[(UnsafeCell<()>, Counter); 2]>);
 
 impl Memory {
     fn new() -> Self {
-        Self(Arc::new([UnsafeCell::new(0), UnsafeCell::new(0)]))
+        Self(Arc::new(Default::default()))
     }
 
     fn write(&self, slot: SlotId, word: u64) {
-        // SAFETY: loom checks that nobody else has access.
-        self.0[slot.0 as usize].with_mut(|to| unsafe { *to = word });
+        let (cell, value) = &self.0[slot.0 as usize];
+        cell.with_mut(|_| value.store(word, Ordering::Relaxed));
     }
 
     fn read(&self, slot: SlotId) -> u64 {
-        // SAFETY: loom checks that nobody else writes.
-        self.0[slot.0 as usize].with(|from| unsafe { *from })
+        let (cell, value) = &self.0[slot.0 as usize];
+        cell.with(|_| value.load(Ordering::Relaxed))
     }
 
     fn check(&self, pin: &Pin, key: u64) {

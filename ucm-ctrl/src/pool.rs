@@ -87,7 +87,7 @@ pub struct Pool {
 
 /// Rounds of back-off (some milliseconds at least) after which a slot that stays claimed, because
 /// its evictor was stopped or has died, is left alone.
-const PATIENCE: u32 = if cfg!(ucm_loom) { u32::MAX } else { 20_000 };
+const PATIENCE: u32 = if cfg!(ucm_loom) { 1_000_000 } else { 20_000 };
 
 enum Insertion {
     Done(Acquired),
