@@ -106,6 +106,13 @@ impl SimQueue {
     }
 }
 
+impl Drop for SimQueue {
+    fn drop(&mut self) {
+        // As a dispatcher that ends.
+        self.shared.inbox.close();
+    }
+}
+
 impl std::fmt::Debug for SimQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("SimQueue").field("stats", &self.stats()).finish_non_exhaustive()

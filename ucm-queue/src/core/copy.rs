@@ -266,6 +266,7 @@ impl Core {
         let mut requests = Vec::new();
         let mut items = Vec::new();
         let mut bytes = 0;
+        let mut ended = Vec::new();
         while let Some(job) = self.copier.loads.front() {
             let fits = bytes + job.len <= self.copier.plan_bytes
                 && items.len() < self.copier.plan_items
@@ -291,15 +292,21 @@ impl Core {
                 items.push(Transfer { src: job.from, dst: dst.addr, len: job.len });
                 bytes += job.len;
             }
-            if items.len() > before {
-                let alone = job.alone;
-                jobs.push(job);
-                if alone {
-                    break;
-                }
+            if items.len() == before {
+                // Nobody wants the rest of its destinations any more.
+                ended.push((job.task, job.unit, job.origin));
+                continue;
+            }
+            let alone = job.alone;
+            jobs.push(job);
+            if alone {
+                break;
             }
         }
         let guards = self.guard(&requests);
+        for (task, unit, origin) in ended {
+            self.unit_ended(task, unit, Ok(origin));
+        }
         let body = PlanBody { work: Work::Loads(jobs), guards, started: self.now };
         (!items.is_empty()).then_some((body, items))
     }

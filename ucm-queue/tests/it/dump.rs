@@ -91,8 +91,7 @@ fn resident_or_filling_shards_are_not_copied_twice() {
     let other = node.rank();
     let Acquired::Owner(fill) = other.pool.acquire(&key(2)).unwrap() else { panic!() };
     let handle = queue.dump(dump_of(&buffer, 2..3, false)).unwrap();
-    let turns = queue.stats().turns;
-    eventually("the dump's turn", || queue.stats().turns > turns || queue.stats().dump_tasks == 3);
+    node.wait_waiters(1);
     assert_eq!(handle.progress(0).cached, None);
     drop(fill.publish().unwrap());
     assert_eq!(wait(handle), [Ok(())]);
@@ -100,6 +99,7 @@ fn resident_or_filling_shards_are_not_copied_twice() {
     // The other fails: the dump becomes the owner.
     let Acquired::Owner(fill) = other.pool.acquire(&key(3)).unwrap() else { panic!() };
     let handle = queue.dump(dump_of(&buffer, 3..4, false)).unwrap();
+    node.wait_waiters(2);
     fill.fail(FailKind::Missing);
     assert_eq!(wait(handle), [Ok(())]);
     assert_eq!(queue.stats().dump_copied, 3);

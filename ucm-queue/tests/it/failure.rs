@@ -273,8 +273,7 @@ impl Pair {
         backend.wait_held(usize::try_from(count).unwrap());
         let (_, queue, buffer) = &self.waiter;
         let waits = queue.submit(task_of(buffer, (0..count).map(key))).unwrap();
-        // The owner's pin is one per slot already; the waiter's task is seen when it was admitted.
-        eventually("the waiter", || queue.stats().tasks == 1 && queue.stats().turns > 0);
+        self.node.wait_waiters(count);
         (owned, waits)
     }
 }
@@ -311,6 +310,34 @@ fn f9_the_retry_fails_as_its_own_failure() {
     assert_eq!(pair.waiter.0.loads(), (1, 1), "one retry, not more");
     assert_eq!(outcomes(&owned), [recompute(&[0], FailKind::Io)]);
     pair.node.assert_at_rest();
+}
+
+#[test]
+fn f9_a_waiter_retries_once_even_if_it_only_waits_again() {
+    let node = Node::new(16, BYTES);
+    let rank = node.rank();
+    let backend = Script::holding();
+    let queue = rank.builder(backend.clone()).backend_depth(1).start().unwrap();
+    let buffer = Buffer::of(&queue, 2, BYTES);
+    let other = node.rank();
+    let own = || match other.pool.acquire(&key(1)).unwrap() {
+        Acquired::Owner(fill) => fill,
+        got => panic!("{got:?}"),
+    };
+    let first = own();
+    // The only read in flight is taken, so the retry has to wait for a turn.
+    let handle = queue.submit(task_of(&buffer, (0..2).map(key))).unwrap();
+    backend.wait_held(1);
+    first.fail(FailKind::Io);
+    eventually("the retry", || queue.stats().retried_shards == 1);
+    let second = own();
+    backend.release(key(0));
+    assert_eq!(handle.wait_request(0, watchdog()), Some(Outcome::Loaded));
+    node.wait_waiters(2);
+    second.fail(FailKind::Unavailable);
+    assert_eq!(handle.wait_request(1, watchdog()), Some(recompute(&[0], FailKind::Unavailable)));
+    assert_eq!(backend.loads(), (1, 1));
+    node.assert_at_rest();
 }
 
 #[test]
@@ -356,7 +383,7 @@ fn f10_a_waiter_of_a_dead_owner_takes_over() {
     let dead = pair.node.rank();
     let Acquired::Owner(fill) = dead.pool.acquire(&key(0)).unwrap() else { panic!() };
     let waits = queue.submit(task_of(buffer, [key(0)])).unwrap();
-    eventually("the wait", || pair.node.inspect().pools[0].pinned == 1 && queue.stats().tasks == 1);
+    pair.node.wait_waiters(1);
     // As after a proof of its death: its fill is undone, and the waiter hears of it.
     pair.node.rank().member.reap(dead.member.id(), Some(dead.member.generation()));
     pair.waiter.0.wait_held(1);

@@ -72,6 +72,29 @@ fn r3_scenario_a() {
 }
 
 #[test]
+fn q14_the_order_is_rearrange() {
+    for (ranks, rank) in [(1_u32, 0_u32), (4, 0), (4, 1), (4, 3), (5, 2)] {
+        for order in [ucm_queue::Order::Rotated, ucm_queue::Order::Natural] {
+            let mut world = World::new(
+                Node::new(64, BYTES),
+                1,
+                21,
+                |_| Box::new(move |_, _| (D, Fate::Good)),
+                |_, builder| builder.backend_depth(2).rank(rank, ranks).order(order),
+            );
+            run(&mut world, 21, Duration::ZERO, 0);
+            let loads: Vec<_> = world.loads().into_iter().map(|(_, _, key)| key).collect();
+            let rotated = ucm_queue::rearrange(21, ranks as usize, rank as usize);
+            let wanted: Vec<_> = match order {
+                ucm_queue::Order::Rotated => rotated.map(|i| key(i as u64)).collect(),
+                _ => (0..21).map(key).collect(),
+            };
+            assert_eq!(loads, wanted, "rank {rank} of {ranks}");
+        }
+    }
+}
+
+#[test]
 fn r4_loads_per_second_grow_with_the_ranks() {
     for ranks in [1_u32, 2, 4, 8] {
         for depth in [1_u32, 4] {

@@ -74,6 +74,12 @@ impl Node {
         assert_eq!(inspection.problems, Vec::<String>::new());
     }
 
+    /// Sleeps until the ranks together have begun to wait `count` times.
+    #[track_caller]
+    pub(crate) fn wait_waiters(&self, count: u64) {
+        eventually("the waiters", || self.inspect().statistics.waiters >= count);
+    }
+
     pub(crate) fn inspect(&self) -> Inspection {
         self.control.inspect()
     }
