@@ -349,3 +349,72 @@ fn poisoned() -> TransferError {
         "a worker of the host engine panicked; make a new engine",
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Memory, RegionTable};
+
+    /// A job of four pieces, the first two of which run.
+    fn two_running() -> (Shared, RegionTable, RegionId, Ticket) {
+        let regions = RegionTable::default();
+        let id = regions.register(Memory::host(64).unwrap(), ()).unwrap();
+        let lease = regions.view().lease(&[id]).unwrap();
+        let job = Job::new(Vec::new(), vec![0..0; 4], 64, lease);
+        let shared = Shared::new(None);
+        let mut plan = TransferPlan { items: vec![], holds: vec![Box::new(1)] };
+        let (ticket, piece) = shared.admit(job, &mut plan, 8, false).unwrap();
+        assert!(piece.is_none() && plan.holds.is_empty());
+        assert!(shared.take().is_some() && shared.take().is_some());
+        (shared, regions, id, ticket)
+    }
+
+    fn stuck(shared: &Shared) -> bool {
+        shared.quiesce(Quiesce::All, Instant::now()).is_err()
+    }
+
+    #[test]
+    fn a_plan_ends_with_its_last_piece_only() {
+        let (shared, regions, id, ticket) = two_running();
+        let mut out = Vec::new();
+        assert!(shared.take().is_some() && shared.take().is_some());
+        for _ in 0..3 {
+            shared.piece_ended(ticket, false);
+            assert_eq!(shared.poll(&mut out), 0);
+            assert!(stuck(&shared));
+            assert_eq!(regions.deregister(id).unwrap_err().kind(), ErrorKind::Busy);
+        }
+        shared.piece_ended(ticket, false);
+        assert!(!stuck(&shared));
+        assert_eq!(shared.poll(&mut out), 1);
+        assert_eq!((out[0].result.clone().unwrap(), out[0].holds.len()), (64, 1));
+        regions.deregister(id).unwrap();
+    }
+
+    #[test]
+    fn a_panic_ends_the_plan_after_the_pieces_that_still_run() {
+        let (shared, regions, id, ticket) = two_running();
+        let mut out = Vec::new();
+        shared.piece_ended(ticket, true);
+        assert!(shared.take().is_none(), "nothing is started any more");
+        assert_eq!((shared.poll(&mut out), stuck(&shared)), (0, true));
+        assert_eq!(regions.deregister(id).unwrap_err().kind(), ErrorKind::Busy);
+        shared.piece_ended(ticket, false);
+        assert_eq!((shared.poll(&mut out), stuck(&shared)), (1, false));
+        assert_eq!(out[0].result.as_ref().unwrap_err().kind(), ErrorKind::Poisoned);
+        regions.deregister(id).unwrap();
+    }
+
+    #[test]
+    fn stopping_waits_for_pieces_that_run() {
+        let (shared, _regions, _id, ticket) = two_running();
+        let mut out = Vec::new();
+        shared.stop();
+        assert!(shared.take().is_none());
+        shared.piece_ended(ticket, false);
+        assert_eq!(shared.poll(&mut out), 0);
+        shared.piece_ended(ticket, false);
+        assert_eq!(shared.poll(&mut out), 1);
+        assert_eq!(out[0].result.as_ref().unwrap_err().kind(), ErrorKind::Failed);
+    }
+}
