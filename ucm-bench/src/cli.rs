@@ -11,14 +11,14 @@ use std::{
     process::ExitCode,
 };
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::{
     assertion::Assertion,
     compare,
     document::Document,
     error::{BenchError, exit_code},
-    load, report, trace,
+    load, report, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -64,6 +64,8 @@ enum Command {
     Load(load::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
+    /// The standard set, its tables, run.json and report.html
+    Suite(suite::Args),
     /// Turn a run into one HTML page
     Report(report::Args),
     /// Two runs side by side, with a significance test
@@ -100,19 +102,52 @@ pub fn main() -> ExitCode {
 
 fn measure(cli: &Cli) -> Result<(), BenchError> {
     let common = &cli.common;
-    let document = match &cli.command {
-        Command::Load(args) => load::run(args, common)?,
-        Command::Trace(args) => trace::run(args, common)?,
-        Command::Report(args) => return report::run(args),
-        Command::Compare(args) => return compare::run(args, common),
-        Command::Rank { workload } => return rank(workload),
-    };
-    finish(&document, common)
+    match &cli.command {
+        Command::Suite(args) => suite::run(args, common),
+        Command::Report(args) => report::run(args),
+        Command::Compare(args) => compare::run(args, common),
+        Command::Rank { workload } => rank(workload),
+        workload => finish(&document(workload, common)?, common),
+    }
+}
+
+fn document(workload: &Command, common: &Common) -> Result<Document, BenchError> {
+    match workload {
+        Command::Load(args) => load::run(args, common),
+        Command::Trace(args) => trace::run(args, common),
+        _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
+    }
+}
+
+/// Does the command line have this subcommand?
+pub(crate) fn has_subcommand(name: &str) -> bool {
+    Cli::command().find_subcommand(name).is_some()
+}
+
+/// Are these words a command line?
+#[cfg(test)]
+pub(crate) fn parses(words: &[&str]) -> Result<(), String> {
+    let line = std::iter::once("ucm-bench").chain(words.iter().copied());
+    Cli::try_parse_from(line).map(drop).map_err(|error| error.to_string())
+}
+
+/// Measures what the words of a command line say, prints nothing. The asserts among them are
+/// returned unchecked.
+pub(crate) fn measure_line(
+    words: &[&str],
+    quiet: bool,
+) -> Result<(Document, Vec<Assertion>), BenchError> {
+    let line = std::iter::once("ucm-bench").chain(words.iter().copied());
+    let mut cli =
+        Cli::try_parse_from(line).map_err(|error| BenchError::Usage(error.to_string()))?;
+    cli.common.quiet |= quiet;
+    Ok((document(&cli.command, &cli.common)?, cli.common.asserts))
 }
 
 fn rank(workload: &str) -> Result<(), BenchError> {
     match workload {
         "load" => load::run_rank(),
+        "trace" => trace::run_rank(),
         other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),
     }
 }
@@ -131,6 +166,11 @@ fn finish(document: &Document, common: &Common) -> Result<(), BenchError> {
     } else {
         document.tables().iter().try_for_each(|table| print(&table.to_string()))?;
     }
+    judge(document, &common.asserts)
+}
+
+/// Wrong bytes first, then each assertion.
+pub(crate) fn judge(document: &Document, asserts: &[Assertion]) -> Result<(), BenchError> {
     let wrong = document.results().field("wrong_bytes").and_then(serde_json::Value::as_f64);
     if let Some(count) = wrong.filter(|count| *count > 0.0) {
         let text = document.results().field("first_wrong_byte").and_then(|v| v.as_str());
@@ -142,7 +182,7 @@ fn finish(document: &Document, common: &Common) -> Result<(), BenchError> {
         let count = count as u64;
         return Err(BenchError::WrongBytes { count, first: text.unwrap_or("unknown").to_owned() });
     }
-    check_all(&common.asserts, document)
+    check_all(asserts, document)
 }
 
 /// Checks every assertion, so that one run names all that failed.

@@ -21,6 +21,10 @@ pub struct Document {
     schema_version: u32,
     command: String,
     env: Env,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    title: String,
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    about: String,
     config: Fields,
     results: Fields,
     #[serde(default)]
@@ -41,12 +45,20 @@ impl Document {
             schema_version: Self::SCHEMA_VERSION,
             command: command.to_owned(),
             env,
+            title: String::new(),
+            about: String::new(),
             config: Fields::default(),
             results: Fields::default(),
             samples: BTreeMap::new(),
             plots: Vec::new(),
             tables: Vec::new(),
         }
+    }
+
+    /// Says what was measured, for a reader of the report: a title and a sentence or two.
+    pub fn about(&mut self, title: &str, text: &str) {
+        title.clone_into(&mut self.title);
+        text.clone_into(&mut self.about);
     }
 
     /// Notes one setting of the run.
@@ -81,6 +93,16 @@ impl Document {
     /// The subcommand that made it.
     pub fn command(&self) -> &str {
         &self.command
+    }
+
+    /// Its title in the report; the subcommand when none was given.
+    pub fn title(&self) -> &str {
+        if self.title.is_empty() { &self.command } else { &self.title }
+    }
+
+    /// What was measured, in words; may be empty.
+    pub fn explanation(&self) -> &str {
+        &self.about
     }
 
     /// The version of the form it was written in.

@@ -29,6 +29,7 @@ mod rng;
 mod run_file;
 mod scratch;
 mod stats;
+mod suite;
 mod table;
 mod trace;
 

@@ -1,12 +1,15 @@
 //! Progress on a terminal.
 //!
-//! Owns: the bar on stderr.
+//! Owns: the bars on stderr; those alive at once stand below each other.
 //! **Invariant:** nothing is drawn when stderr is no terminal or the caller asked for quiet, so
 //! logs stay clean; results never depend on it.
 
-use std::io::IsTerminal as _;
+use std::{io::IsTerminal as _, sync::LazyLock};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// All bars of the process.
+static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
 
 /// A progress bar that vanishes when it is dropped. May be shared between threads by reference.
 #[derive(Debug)]
@@ -16,10 +19,12 @@ impl Progress {
     /// A bar of `steps` steps.
     pub fn new(label: &str, steps: u64, quiet: bool) -> Self {
         let shown = !quiet && std::io::stderr().is_terminal();
-        let target =
-            if shown { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
-        let bar = ProgressBar::with_draw_target(Some(steps), target);
-        let form = "{msg:24} [{bar:32}] {pos}/{len} {elapsed_precise} eta {eta}";
+        let bar = if shown {
+            BARS.add(ProgressBar::new(steps))
+        } else {
+            ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::hidden())
+        };
+        let form = "{msg:28} [{bar:32}] {percent:>3} % {elapsed_precise} eta {eta}";
         if let Ok(style) = ProgressStyle::with_template(form) {
             bar.set_style(style.progress_chars("=> "));
         }
@@ -37,6 +42,11 @@ impl Progress {
         self.0.inc(steps);
     }
 
+    /// Takes all bars away while something is printed.
+    pub fn suspend<T>(print: impl FnOnce() -> T) -> T {
+        BARS.suspend(print)
+    }
+
     /// How many steps are done.
     pub fn done(&self) -> u64 {
         self.0.position()
@@ -46,6 +56,7 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.0.finish_and_clear();
+        BARS.remove(&self.0);
     }
 }
 

@@ -1,6 +1,6 @@
 //! Is a difference more than noise?
 //!
-//! Owns: the rank-sum (Mann-Whitney) test.
+//! Owns: the rank-sum (Mann-Whitney) test, and percentiles.
 //! **Invariant:** the p-value is exact for small samples: it counts arrangements, it does not
 //! assume a distribution.
 
@@ -23,6 +23,17 @@ pub fn rank_sum_p(first: &[f64], second: &[f64]) -> f64 {
     } else {
         normal(&ranks, first.len(), distance)
     }
+}
+
+/// The value that `share` (0 to 1) of the sorted samples do not exceed; 0 without samples.
+pub(crate) fn percentile(sorted: &[f64], share: f64) -> f64 {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "an index into the samples"
+    )]
+    let index = ((sorted.len() as f64 * share).ceil() as usize).saturating_sub(1);
+    sorted.get(index).copied().unwrap_or(0.0)
 }
 
 fn mean_ranks(first: &[f64], second: &[f64]) -> Vec<f64> {

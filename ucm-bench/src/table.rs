@@ -12,12 +12,23 @@ use serde_json::Value;
 pub struct Table {
     head: Vec<String>,
     rows: Vec<Vec<String>>,
+    text: bool,
 }
 
 impl Table {
     /// An empty table with these columns.
     pub fn new<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
-        Self { head: head.into_iter().map(Into::into).collect(), rows: Vec::new() }
+        Self { head: head.into_iter().map(Into::into).collect(), rows: Vec::new(), text: false }
+    }
+
+    /// An empty table of words: all columns to the left.
+    pub fn text<S: Into<String>>(head: impl IntoIterator<Item = S>) -> Self {
+        Self { text: true, ..Self::new(head) }
+    }
+
+    /// Is it a table of words?
+    pub fn is_text(&self) -> bool {
+        self.text
     }
 
     /// Adds a row; missing cells are empty, further ones are cut.
@@ -48,6 +59,11 @@ impl Table {
                 list.iter().map(|item| Self::human(name, item)).collect::<Vec<_>>().join(", ")
             }
             Value::Array(list) => format!("{} entries", list.len()),
+            Value::Object(map) if map.values().all(|item| item.is_number()) => {
+                let item =
+                    |(name, item): (&String, &Value)| format!("{name} {}", Self::human(name, item));
+                map.iter().map(item).collect::<Vec<_>>().join(", ")
+            }
             Value::Object(map) => format!("{} fields", map.len()),
             other => other.to_string(),
         }
@@ -65,11 +81,12 @@ impl fmt::Display for Table {
             let mut line = String::new();
             for (at, (cell, width)) in row.iter().zip(&widths).enumerate() {
                 let gap = " ".repeat(width - cell.chars().count());
-                if at == 0 {
-                    line.push_str(&format!("{cell}{gap}"));
+                let between = if at == 0 { "" } else { "  " };
+                line.push_str(&if at == 0 || self.text {
+                    format!("{between}{cell}{gap}")
                 } else {
-                    line.push_str(&format!("  {gap}{cell}"));
-                }
+                    format!("{between}{gap}{cell}")
+                });
             }
             writeln!(f, "{}", line.trim_end())?;
         }
@@ -102,7 +119,9 @@ fn human_number(name: &str, number: f64, fraction: bool) -> String {
         scaled(&["us", "ms", "s"], 1000.0)
     } else if has_unit(name, "_ms") {
         scaled(&["ms", "s"], 1000.0)
-    } else if fraction {
+    } else if name.ends_with("_s") {
+        scaled(&["s"], 1000.0)
+    } else if fraction && number.fract() != 0.0 {
         digits(number)
     } else {
         format!("{number}")
@@ -144,6 +163,14 @@ mod tests {
     }
 
     #[test]
+    fn words_stand_to_the_left() {
+        let mut table = Table::text(["what", "value"]);
+        table.row(["cache", "73 blocks"]);
+        table.row(["long name", "x"]);
+        assert_eq!(table.to_string(), "what       value\ncache      73 blocks\nlong name  x\n");
+    }
+
+    #[test]
     fn units_come_from_names() {
         let cases = [
             ("hit_ns", json!(58.25), "58.2 ns"),
@@ -152,10 +179,14 @@ mod tests {
             ("warm_bytes_per_s", json!(11_400_000_000_u64), "11.4 GB/s"),
             ("shard_bytes", json!(1_048_576), "1.00 MiB"),
             ("backend_loads", json!(256), "256"),
+            ("backend_loads", json!(256.0), "256"),
+            ("cpu_s", json!(0.25), "0.2500 s"),
             ("hit_ratio", json!(0.2028), "0.2028"),
             ("owner_share", json!([0.25, 0.26]), "0.2500, 0.2600"),
             ("name", json!("x"), "x"),
             ("scaling", json!([{"a": 1}]), "1 entries"),
+            ("shards", json!({"hit": 7, "owned": 3}), "hit 7, owned 3"),
+            ("policies", json!({"lru": [1]}), "1 fields"),
         ];
         for (name, value, text) in cases {
             assert_eq!(Table::human(name, &value), text, "{name}");

@@ -16,7 +16,7 @@ use spec::{BackendChoice, Order, OrderChoice, Reply, Spec};
 
 use crate::{
     cli::Common, clock, document::Document, env::Env, error::BenchError, figure::Figure,
-    plot::Plot, progress::Progress, ranks::Ranks, table::Table,
+    plot::Plot, progress::Progress, ranks::Ranks, stats::percentile, table::Table,
 };
 
 /// Options of `ucm-bench load`.
@@ -277,16 +277,6 @@ fn in_flight(replies: &[Reply]) -> (f64, f64) {
         last = Some(at);
     }
     (max as f64, if busy > 0.0 { area / busy } else { 0.0 })
-}
-
-fn percentile(sorted: &[f64], share: f64) -> f64 {
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "an index into the samples"
-    )]
-    let index = ((sorted.len() as f64 * share).ceil() as usize).saturating_sub(1);
-    sorted.get(index).copied().unwrap_or(0.0)
 }
 
 fn report(document: &mut Document, spec: &Spec, samples: &Samples) -> Result<(), BenchError> {

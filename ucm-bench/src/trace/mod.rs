@@ -1,15 +1,15 @@
 //! The `trace` workload: request traces against cache policies.
 //!
-//! Owns: the command line of `ucm-bench trace` and its results. Models of the policies run here;
-//! a replay through the real cache can be added beside them as its own module, since it needs
-//! nothing but a [`Trace`].
-//! **Invariant:** all figures are exact counts: the same trace gives the same document.
+//! Owns: the command line of `ucm-bench trace` and the results of the models; `replay` sends the same
+//! requests through the real cache.
+//! **Invariant:** all figures of the models are exact counts: the same trace gives the same document.
 
 mod clock;
 mod generate;
 mod lru;
 mod optimal;
 mod parse;
+mod replay;
 mod simulate;
 
 use clap::ValueEnum as _;
@@ -17,6 +17,7 @@ use serde_json::{Value, json};
 
 pub use generate::Generator;
 pub use parse::{Request, Trace, TraceSource};
+pub(crate) use replay::run_rank;
 pub use simulate::{Policy, PolicyKind, Simulation, optimal_next_use, simulate};
 
 use crate::{
@@ -33,8 +34,9 @@ pub(crate) struct Args {
     #[arg(long, value_name = "FILE", default_value = "conversation")]
     trace: String,
     /// Cache sizes in percent of the trace's unique blocks
-    #[arg(long, value_name = "PCT,…", value_delimiter = ',', default_value = "1,5,10,30")]
-    capacity_pct: Vec<f64>,
+    /// (default: 1,5,10,30; with several ranks one size: 30)
+    #[arg(long, value_name = "PCT,…", value_delimiter = ',')]
+    capacity_pct: Option<Vec<f64>>,
     /// Policies to model
     #[arg(
         long,
@@ -52,17 +54,24 @@ pub(crate) struct Args {
     /// Seed of a generated trace
     #[arg(long, value_name = "N", default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    replay: replay::ReplayArgs,
 }
 
-/// Runs the models.
+const DEFAULT_CAPACITIES: [f64; 4] = [1.0, 5.0, 10.0, 30.0];
+
+/// Runs the models, or the replay.
 pub(crate) fn run(args: &Args, common: &Common) -> Result<Document, BenchError> {
+    if args.replay.replay {
+        return replay::run(args, common);
+    }
     let source = TraceSource::find(&args.trace)?;
     let trace = source.load(args.seed)?.first(args.requests.unwrap_or(usize::MAX));
     let unique = trace.unique_blocks();
     if unique == 0 {
         return Err(BenchError::Usage(format!("{source} has no blocks")));
     }
-    let capacities = capacities(&args.capacity_pct, unique)?;
+    let capacities = capacities(args.percents(), unique)?;
     let mut document = Document::new("trace", Env::collect());
     describe(&mut document, args, &source, &trace);
 
@@ -85,6 +94,12 @@ pub(crate) fn run(args: &Args, common: &Common) -> Result<Document, BenchError> 
     Ok(document)
 }
 
+impl Args {
+    fn percents(&self) -> &[f64] {
+        self.capacity_pct.as_deref().unwrap_or(&DEFAULT_CAPACITIES)
+    }
+}
+
 fn capacities(percents: &[f64], unique: usize) -> Result<Vec<usize>, BenchError> {
     let blocks = |percent: &f64| {
         if !(*percent > 0.0 && *percent <= 100.0) {
@@ -103,12 +118,17 @@ fn capacities(percents: &[f64], unique: usize) -> Result<Vec<usize>, BenchError>
 }
 
 fn describe(document: &mut Document, args: &Args, source: &TraceSource, trace: &Trace) {
+    document.about(
+        "Cache policies on a request trace",
+        "How many of the blocks that requests ask for a cache of a given size would hold, for CLOCK \
+         (with and without the bit set on load), LRU and the best possible policy.",
+    );
     document.config("trace", args.trace.clone());
     document.config("source", source.to_string());
     document.config("requests", trace.requests().len());
     document.config("seed", args.seed);
     document.config("block_bytes", args.block_bytes);
-    document.config("capacity_pct", json!(args.capacity_pct));
+    document.config("capacity_pct", json!(args.percents()));
     document.config("policies", json!(args.policy.iter().map(|p| p.name()).collect::<Vec<_>>()));
 }
 
@@ -127,7 +147,7 @@ fn report(
     document.result("unique_blocks", trace.unique_blocks());
     document.result("never_used_again_ratio", trace.never_used_again_ratio());
     document.result("max_hit_ratio", best);
-    document.result("capacity_pct", json!(args.capacity_pct));
+    document.result("capacity_pct", json!(args.percents()));
     document.result("capacity_blocks", json!(capacities));
     document.result("capacity_bytes", json!(capacities.iter().map(bytes).collect::<Vec<_>>()));
 
@@ -150,13 +170,14 @@ fn report(
     });
     document.result("policies", Value::Object(all.collect()));
 
-    let percents = args.capacity_pct.iter().map(|percent| format!("{percent} %"));
+    let percents = args.percents().iter().map(|percent| format!("{percent} %"));
     let mut table = Table::new(["policy".to_owned()].into_iter().chain(percents));
-    let mut plot = Plot::lines("Hit ratio", "capacity, % of unique blocks", "hit ratio, %").x_log();
+    let mut plot =
+        Plot::lines("Hit ratio", "capacity (% of unique blocks)", "hit ratio (%)").x_log();
     for (policy, row) in outcomes {
         let cells = hit(row).into_iter().map(|ratio| format!("{:.2}", 100.0 * ratio));
         table.row([policy.name().to_owned()].into_iter().chain(cells));
-        let points = args.capacity_pct.iter().zip(hit(row));
+        let points = args.percents().iter().zip(hit(row));
         plot.line(policy.name(), points.map(|(percent, ratio)| (*percent, 100.0 * ratio)));
     }
     let mut about = Table::new(["source", "requests", "references", "unique", "best hit ratio %"]);
