@@ -221,10 +221,11 @@ fn c4_preemption_returns_when_nothing_can_write_any_more() {
 
 #[test]
 fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
-    let mut world = World::new(
+    let mut world = World::with_copies(
         Node::new(8, BYTES),
         1,
         8,
+        Copies { max_in_flight: 1, ..Copies::default() },
         |_| Box::new(|_, _| (Duration::ZERO, Fate::Good)),
         |_, builder| builder.backend_depth(1),
     );
@@ -232,8 +233,8 @@ fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
     rank.rank.gate.close();
     let handle = rank.queue.submit(task_of(&rank.buffer, (0..3).map(key)), world.now).unwrap();
     world.run();
-    assert_eq!(rank_held(&world), 1);
-    let SimRank { rank, queue, buffer, .. } = world.ranks.remove(0);
+    assert_eq!(world.ranks[0].rank.gate.held(), 1);
+    let SimRank { rank, queue, slow, buffer, .. } = world.ranks.remove(0);
     drop(queue);
     // One destination is being written; of the others nothing will come.
     let gone = |kind| Outcome::Recompute { shards: vec![0], kind };
@@ -241,6 +242,7 @@ fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
     assert_eq!(handle.poll().unwrap(), [Outcome::Stuck, abandoned.clone(), abandoned]);
     assert!(!handle.is_quiesced());
     rank.gate.open();
+    slow.advance(world.now);
     let mut ended = Vec::new();
     ucm_transport::TransferEngine::poll(&*rank.gate, &mut ended);
     drop(ended);
@@ -248,10 +250,6 @@ fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
     buffer.assert_holds(key(0), 0);
     (1..3).for_each(|i| buffer.assert_untouched(i));
     world.node.assert_at_rest();
-}
-
-fn rank_held(world: &World) -> usize {
-    world.ranks[0].rank.gate.held()
 }
 
 #[test]

@@ -41,7 +41,7 @@ fn cold_and_warm_loads_bring_the_right_bytes() {
 #[test]
 fn workers_copy_too() {
     let node = Node::new(256, 65_536);
-    let rank = node.rank_with(HostEngine::builder().workers(2).build().unwrap());
+    let rank = node.rank_with(Arc::new(HostEngine::builder().workers(2).build().unwrap()));
     let queue = rank.builder(Script::new()).start().unwrap();
     let buffer = Buffer::of(&queue, 256, 65_536);
     for _ in 0..3 {
@@ -222,7 +222,8 @@ fn q12_a_slow_read_does_not_delay_a_ready_copy() {
 fn q16_a_task_larger_than_the_cache_completes() {
     for workers in [0, 2] {
         let node = Node::new(4, BYTES);
-        let rank = node.rank_with(HostEngine::builder().workers(workers).build().unwrap());
+        let rank =
+            node.rank_with(Arc::new(HostEngine::builder().workers(workers).build().unwrap()));
         let backend = Script::new();
         let builder = rank.builder(backend.clone()).bounce(rank.buffers(2), 0).backend_depth(8);
         let queue = builder.start().unwrap();

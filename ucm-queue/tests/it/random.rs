@@ -50,10 +50,16 @@ impl Run {
         let bounces = 1 + u32::try_from(random.below(4)).unwrap();
         let node = Node::with_reserved(slots, 2, BYTES);
         let seeds = random.next();
-        let world = World::new(
+        let copies = Copies {
+            per_item: random.time(Duration::from_micros(200)),
+            max_items: 1 + usize::try_from(random.below(8)).unwrap(),
+            max_in_flight: 1 + usize::try_from(random.below(8)).unwrap(),
+        };
+        let world = World::with_copies(
             node,
             ranks,
             PLACES,
+            copies,
             |rank| {
                 let mut random = Random(seeds ^ rank as u64);
                 Box::new(move |_, _| {

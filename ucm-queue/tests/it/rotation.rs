@@ -189,6 +189,24 @@ fn q12_finished_shards_of_others_are_taken_while_an_own_read_is_stuck() {
 }
 
 #[test]
+fn q13_reads_overlap_copies() {
+    // Four reads of 5 ms in flight make a shard every 1.25 ms; the copies take less, as long, more.
+    for copy in [500_u64, 1250, 2500].map(Duration::from_micros) {
+        let mut world = World::with_copies(
+            Node::new(512, BYTES),
+            1,
+            256,
+            Copies { per_item: copy, ..Copies::default() },
+            |_| Box::new(move |_, _| (D, Fate::Good)),
+            |_, builder| builder.backend_depth(4),
+        );
+        let took = run(&mut world, 256, Duration::ZERO, 0);
+        let ideal = (D / 4 * 256).max(copy * 256);
+        assert!(took <= ideal.mul_f64(1.1), "copies of {copy:?}: {took:?}, ideal {ideal:?}");
+    }
+}
+
+#[test]
 fn q7_a_small_request_does_not_wait_for_a_big_one() {
     let mut world = World::new(
         Node::new(2048, BYTES),

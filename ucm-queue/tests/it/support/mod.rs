@@ -1,6 +1,7 @@
 //! A node in one process: cache, slot memory, ranks, and a backend that tests control.
 
 mod backend;
+mod engine;
 mod memory;
 mod sim;
 
@@ -15,8 +16,9 @@ use ucm_store::{Backend, fill_pattern, verify_pattern};
 use ucm_transport::{Addr, HostEngine, Memory, RegionId, TransferEngine, testing::GateEngine};
 
 pub(crate) use backend::Script;
+pub(crate) use engine::SlowEngine;
 pub(crate) use memory::Cells;
-pub(crate) use sim::{Fate, Random, SimRank, World};
+pub(crate) use sim::{Copies, Fate, Random, SimRank, World};
 
 /// Longest time that anything in a test may take.
 pub(crate) const WATCHDOG: Duration = Duration::from_secs(60);
@@ -54,13 +56,13 @@ impl Node {
 
     /// Joins a rank with an engine of its own (copies in the dispatcher's thread, behind a gate).
     pub(crate) fn rank(&self) -> Rank {
-        self.rank_with(HostEngine::builder().build().unwrap())
+        self.rank_with(Arc::new(HostEngine::builder().build().unwrap()))
     }
 
-    pub(crate) fn rank_with(&self, engine: HostEngine) -> Rank {
+    pub(crate) fn rank_with(&self, engine: Arc<dyn TransferEngine>) -> Rank {
         let member = self.control.join(MemberSpec::rank(0, 1)).unwrap();
         let pool = member.pool(PoolId(0)).unwrap();
-        let gate = GateEngine::new(Arc::new(engine));
+        let gate = GateEngine::new(engine);
         let region = gate.register(self.slots.clone()).unwrap();
         let cells = Cells::new(self.slots.clone(), region, self.count, self.shard_bytes);
         Rank { member, pool, gate, cells, shard_bytes: self.shard_bytes }

@@ -11,8 +11,9 @@ use ucm_queue::{Builder, testing::SimQueue};
 use ucm_store::{
     Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError, fill_pattern, verify_pattern,
 };
+use ucm_transport::HostEngine;
 
-use super::{Buffer, Node, Rank, backend::key_of};
+use super::{Buffer, Node, Rank, SlowEngine, backend::key_of};
 
 /// What a simulated operation comes to.
 #[derive(Clone, Copy, Debug)]
@@ -139,7 +140,22 @@ pub(crate) struct SimRank {
     pub(crate) rank: Rank,
     pub(crate) queue: SimQueue,
     pub(crate) backend: Arc<SimBackend>,
+    pub(crate) slow: Arc<SlowEngine>,
     pub(crate) buffer: Buffer,
+}
+
+/// How the simulated engines copy.
+#[derive(Clone, Copy)]
+pub(crate) struct Copies {
+    pub(crate) per_item: Duration,
+    pub(crate) max_items: usize,
+    pub(crate) max_in_flight: usize,
+}
+
+impl Default for Copies {
+    fn default() -> Self {
+        Self { per_item: Duration::ZERO, max_items: 1000, max_in_flight: 1000 }
+    }
 }
 
 /// A node whose ranks share one simulated clock.
@@ -157,6 +173,18 @@ impl World {
         node: Node,
         ranks: usize,
         places: u64,
+        draw: impl FnMut(usize) -> Draw,
+        configure: impl Fn(&Rank, Builder) -> Builder,
+    ) -> Self {
+        Self::with_copies(node, ranks, places, Copies::default(), draw, configure)
+    }
+
+    /// The same with an engine whose copies take time.
+    pub(crate) fn with_copies(
+        node: Node,
+        ranks: usize,
+        places: u64,
+        copies: Copies,
         mut draw: impl FnMut(usize) -> Draw,
         configure: impl Fn(&Rank, Builder) -> Builder,
     ) -> Self {
@@ -164,7 +192,10 @@ impl World {
         let loads: Arc<Mutex<Vec<(usize, Instant, Key)>>> = Arc::default();
         let ranks = (0..ranks)
             .map(|index| {
-                let rank = node.rank();
+                let host = Arc::new(HostEngine::builder().build().unwrap());
+                let Copies { per_item, max_items, max_in_flight } = copies;
+                let slow = SlowEngine::new(host, now, per_item, max_items, max_in_flight);
+                let rank = node.rank_with(slow.clone());
                 let state = State { now, due: Vec::new(), draw: draw(index), in_flight_max: 0 };
                 let (state, loads) = (Mutex::new(state), loads.clone());
                 let backend = Arc::new(SimBackend { state, loads, rank: index });
@@ -174,7 +205,7 @@ impl World {
                 let queue = SimQueue::new(builder, rank.member.doorbell(), now).unwrap();
                 let buffer =
                     Buffer::new(|memory| queue.register(memory).unwrap(), places, node.shard_bytes);
-                SimRank { rank, queue, backend, buffer }
+                SimRank { rank, queue, backend, slow, buffer }
             })
             .collect();
         Self { node, now, ranks, loads }
@@ -185,7 +216,7 @@ impl World {
         for _ in 0..100_000 {
             let mut busy = false;
             for rank in &mut self.ranks {
-                busy |= rank.backend.advance(self.now);
+                busy |= rank.backend.advance(self.now) | rank.slow.advance(self.now);
                 if rank.queue.is_due(self.now) {
                     rank.queue.turn(self.now);
                     busy = true;
@@ -205,7 +236,8 @@ impl World {
         self.settle();
         let backends = self.ranks.iter().filter_map(|rank| rank.backend.next_due());
         let queues = self.ranks.iter().filter_map(|rank| rank.queue.wake_at());
-        let Some(next) = backends.chain(queues).min() else { return false };
+        let engines = self.ranks.iter().filter_map(|rank| rank.slow.next_due());
+        let Some(next) = backends.chain(queues).chain(engines).min() else { return false };
         if limit.is_some_and(|limit| next > limit) {
             return false;
         }
