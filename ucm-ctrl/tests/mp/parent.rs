@@ -15,7 +15,7 @@ use rustix::{
     event::{PollFd, PollFlags},
     process::{Pid, PidfdFlags, Signal},
 };
-use ucm_ctrl::Control;
+use ucm_ctrl::{Control, MemberId};
 
 use crate::WATCHDOG;
 
@@ -132,6 +132,26 @@ fn pid_of(child: &Child) -> Pid {
 
 pub(crate) fn pidfd(pid: Pid) -> OwnedFd {
     rustix::process::pidfd_open(pid, PidfdFlags::empty()).unwrap()
+}
+
+/// Proof of death by the kernel, for the process that the region names.
+#[derive(Debug)]
+pub(crate) struct Proof(pub(crate) Control);
+
+impl ucm_ctrl::Liveness for Proof {
+    fn is_dead(&self, member: MemberId) -> bool {
+        let seen = self.0.inspect().members;
+        let Some(record) = seen.iter().find(|m| m.index == member.0) else { return false };
+        let pid = Pid::from_raw(i32::try_from(record.pid).unwrap()).unwrap();
+        match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(proof) => {
+                let mut fds = [PollFd::new(&proof, PollFlags::IN)];
+                let now = rustix::fs::Timespec::default();
+                rustix::event::poll(&mut fds, Some(&now)) == Ok(1)
+            }
+            Err(error) => error == rustix::io::Errno::SRCH,
+        }
+    }
 }
 
 /// Returns when the kernel says that the process is dead.

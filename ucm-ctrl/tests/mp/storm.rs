@@ -5,7 +5,10 @@
 
 use std::{
     os::fd::AsFd,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::Instant,
 };
@@ -21,7 +24,7 @@ use ucm_ctrl::{
 use crate::{
     child::{hear, say},
     from_environment, key,
-    parent::{Proc, Shared},
+    parent::{Proc, Proof, Shared},
     rank,
 };
 
@@ -86,6 +89,7 @@ pub(crate) fn child(control: &Control, memory: &str, seed: u64) {
     let file = std::fs::File::options().read(true).write(true).open(memory).unwrap();
     let memory = Memory::map(&file);
     let (member, pool) = rank(control);
+    member.set_liveness(Arc::new(Proof(control.clone())));
     say(&format!("{} {}", member.id().0, member.generation()));
     let commands = {
         let member = member.clone();
@@ -171,6 +175,7 @@ fn d1_killed_anywhere_leaves_nothing_and_serves_no_wrong_byte() {
     let geometry = Geometry::single(SLOTS, RESERVED, 1, 64);
     let control = Control::create(&geometry, [3; 16]).unwrap();
     let (member, _) = rank(&control);
+    member.set_liveness(Arc::new(Proof(control.clone())));
     let fd = rustix::fs::memfd_create("bytes", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, BYTES as u64).unwrap();
     let (region, memory) = (Shared::of(&control), Shared::new(fd));
