@@ -1,4 +1,6 @@
 //! The crate's error. A miss, a full cache and a deadline are values, not errors.
+//!
+//! **Invariant:** every error names the number or the remedy.
 
 use std::io;
 

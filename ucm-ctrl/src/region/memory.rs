@@ -1,4 +1,6 @@
 //! The region in real memory: a sealed memfd shared between processes, or private heap memory.
+//!
+//! **Invariant:** the memory is only ever accessed as atomics, and stays mapped while a reference lives.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},

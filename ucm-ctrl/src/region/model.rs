@@ -1,4 +1,6 @@
 //! The region under loom: the same tables in ordinary collections of loom atomics.
+//!
+//! **Invariant:** the sizes are those of the geometry, as in real memory.
 
 use super::PoolTables;
 use crate::{
