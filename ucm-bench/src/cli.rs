@@ -18,7 +18,7 @@ use crate::{
     compare,
     document::Document,
     error::{BenchError, exit_code},
-    load, report, suite, trace,
+    crash, load, report, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -62,6 +62,8 @@ struct Cli {
 enum Command {
     /// Rank processes load the same tasks through one cache
     Load(load::Args),
+    /// Ranks are killed and stopped at random moments while all work
+    Crash(crash::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// The standard set, its tables, run.json and report.html
@@ -113,6 +115,7 @@ fn measure(cli: &Cli) -> Result<(), BenchError> {
 
 fn document(workload: &Command, common: &Common) -> Result<Document, BenchError> {
     match workload {
+        Command::Crash(args) => crash::run(args, common),
         Command::Load(args) => load::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
@@ -146,6 +149,7 @@ pub(crate) fn measure_line(
 
 fn rank(workload: &str) -> Result<(), BenchError> {
     match workload {
+        "crash" => crash::run_rank(),
         "load" => load::run_rank(),
         "trace" => trace::run_rank(),
         other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),

@@ -16,6 +16,7 @@ mod assertion;
 mod cli;
 mod clock;
 mod compare;
+mod crash;
 mod document;
 mod env;
 mod error;

@@ -9,6 +9,7 @@ use std::{
     time::Duration,
 };
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde::{Serialize, de::DeserializeOwned};
 
 use crate::error::BenchError;
@@ -29,22 +30,35 @@ struct Rank {
 impl Ranks {
     /// Starts `count` processes of the hidden subcommand `rank` for this workload.
     pub(crate) fn start(workload: &str, count: u32) -> Result<Self, BenchError> {
-        let program =
-            std::env::current_exe().map_err(|e| BenchError::io("find this program", e))?;
-        let mut ranks = Self { children: Vec::new() };
-        for _ in 0..count {
-            let mut child = Command::new(&program)
-                .args(["rank", workload])
-                .stdin(Stdio::piped())
-                .stdout(Stdio::piped())
-                .spawn()
-                .map_err(|e| BenchError::path("start", &program, e))?;
-            let (Some(input), Some(output)) = (child.stdin.take(), child.stdout.take()) else {
-                return Err(BenchError::Peer("a rank process has no pipes".into()));
-            };
-            ranks.children.push(Rank { child, input, output: BufReader::new(output) });
-        }
-        Ok(ranks)
+        let children = (0..count).map(|_| Rank::start(workload)).collect::<Result<_, _>>()?;
+        Ok(Self { children })
+    }
+
+    /// Number of ranks.
+    pub(crate) fn count(&self) -> u32 {
+        u32::try_from(self.children.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Sends a signal to one rank.
+    pub(crate) fn signal(&mut self, index: u32, signal: Signal) -> Result<(), BenchError> {
+        let pid = Pid::from_child(&self.rank(index)?.child);
+        kill_process(pid, signal)
+            .map_err(|e| BenchError::io(format!("signal rank {index}"), e.into()))
+    }
+
+    /// Puts a new process in the place of one that was killed.
+    pub(crate) fn replace(&mut self, workload: &str, index: u32) -> Result<(), BenchError> {
+        let rank = self.rank(index)?;
+        let _ = rank.child.kill();
+        let _ = rank.child.wait();
+        *rank = Rank::start(workload)?;
+        Ok(())
+    }
+
+    fn rank(&mut self, index: u32) -> Result<&mut Rank, BenchError> {
+        self.children
+            .get_mut(index as usize)
+            .ok_or_else(|| BenchError::Usage(format!("there is no rank {index}")))
     }
 
     /// Sends one order to each rank (made by `order` from its number) and takes one reply of each.
@@ -64,16 +78,30 @@ impl Ranks {
         index: u32,
         order: &O,
     ) -> Result<R, BenchError> {
-        let rank = self
-            .children
-            .get_mut(index as usize)
-            .ok_or_else(|| BenchError::Usage(format!("there is no rank {index}")))?;
+        let rank = self.rank(index)?;
         rank.send(index, order)?;
         rank.receive(index)
     }
 }
 
 impl Rank {
+    fn start(workload: &str) -> Result<Self, BenchError> {
+        let program =
+            std::env::current_exe().map_err(|e| BenchError::io("find this program", e))?;
+        let mut child = Command::new(&program)
+            .args(["rank", workload])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| BenchError::path("start", &program, e))?;
+        match (child.stdin.take(), child.stdout.take()) {
+            (Some(input), Some(output)) => {
+                Ok(Self { child, input, output: BufReader::new(output) })
+            }
+            _ => Err(BenchError::Peer("a rank process has no pipes".into())),
+        }
+    }
+
     fn send(&mut self, index: u32, order: &impl Serialize) -> Result<(), BenchError> {
         let line =
             serde_json::to_string(order).map_err(|e| BenchError::io("form an order", e.into()))?;
