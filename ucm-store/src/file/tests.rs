@@ -220,6 +220,39 @@ fn a27_transient_errors_remove_nothing() {
 }
 
 #[test]
+fn bytes_changed_in_shared_memory_do_not_condemn_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let backend = open(dir.path());
+    dump(&backend, 0, 1).unwrap();
+    let memory = IoMemory::private(LEN).unwrap();
+    let last = memory.as_ptr().as_ptr().wrapping_add(LEN - 1);
+    let (last, stop) = (std::sync::atomic::AtomicPtr::new(last), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        // Somebody else writes the last byte all the time, as a process gone wrong could.
+        scope.spawn(|| {
+            while stop.load(Ordering::Relaxed) == 0 {
+                // SAFETY: the byte lies in `memory`, which outlives this thread.
+                unsafe { last.load(Ordering::Relaxed).write_volatile(0xFF) };
+            }
+        });
+        let sink = Collector::new();
+        let ended = (0..100_000).any(|_| {
+            let base = memory.as_ptr();
+            // SAFETY: `memory` outlives the operation.
+            let part = unsafe { IoMemory::from_raw(base, LEN, Box::new(())) };
+            backend.load(vec![sink.op_on(B, 0, part).1]);
+            sink.wait(1)
+                .into_values()
+                .any(|c| c.result.is_err_and(|e| e.kind() == ErrorKind::Corrupt))
+        });
+        stop.store(1, Ordering::Relaxed);
+        assert!(ended, "the change was never noticed");
+    });
+    assert_eq!(backend.report(), FileReport::default());
+    load(&backend, 0, 1).unwrap();
+}
+
+#[test]
 fn an_object_that_cannot_be_put_aside_is_still_no_hit() {
     let dir = tempfile::tempdir().unwrap();
     let backend = open(dir.path());
