@@ -15,7 +15,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::{
     assertion::Assertion,
-    compare,
+    compare, ctrl,
     document::Document,
     error::{BenchError, exit_code},
     crash, load, report, suite, trace,
@@ -60,6 +60,8 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Hits, misses, wake-ups of the control plane
+    Ctrl(ctrl::Args),
     /// Rank processes load the same tasks through one cache
     Load(load::Args),
     /// Ranks are killed and stopped at random moments while all work
@@ -116,6 +118,7 @@ fn measure(cli: &Cli) -> Result<(), BenchError> {
 fn document(workload: &Command, common: &Common) -> Result<Document, BenchError> {
     match workload {
         Command::Crash(args) => crash::run(args, common),
+        Command::Ctrl(args) => ctrl::run(args, common),
         Command::Load(args) => load::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
@@ -150,6 +153,7 @@ pub(crate) fn measure_line(
 fn rank(workload: &str) -> Result<(), BenchError> {
     match workload {
         "crash" => crash::run_rank(),
+        "ctrl" => ctrl::run_rank(),
         "load" => load::run_rank(),
         "trace" => trace::run_rank(),
         other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),

@@ -17,6 +17,7 @@ mod cli;
 mod clock;
 mod compare;
 mod crash;
+mod ctrl;
 mod document;
 mod env;
 mod error;

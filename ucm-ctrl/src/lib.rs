@@ -49,6 +49,8 @@ mod reap;
 mod region;
 mod slot;
 pub mod sync;
+#[cfg(all(any(test, feature = "testing"), not(ucm_loom)))]
+pub mod testing;
 
 #[cfg(all(test, ucm_loom))]
 mod loom_tests;

@@ -1,5 +1,6 @@
 //! Whole commands, as a user runs them: the real program, its rank processes, its exit codes.
 
+mod ctrl;
 mod replay;
 mod suite;
 
