@@ -15,10 +15,10 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::{
     assertion::Assertion,
-    compare, ctrl,
+    compare, crash, ctrl,
     document::Document,
     error::{BenchError, exit_code},
-    crash, load, report, suite, trace,
+    load, report, suite, trace,
 };
 
 /// Options of all subcommands.

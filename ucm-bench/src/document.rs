@@ -31,6 +31,8 @@ pub struct Document {
     samples: BTreeMap<String, Vec<f64>>,
     #[serde(default)]
     plots: Vec<Plot>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    highlights: Vec<String>,
     #[serde(skip)]
     tables: Vec<Table>,
 }
@@ -51,6 +53,7 @@ impl Document {
             results: Fields::default(),
             samples: BTreeMap::new(),
             plots: Vec::new(),
+            highlights: Vec::new(),
             tables: Vec::new(),
         }
     }
@@ -83,6 +86,11 @@ impl Document {
     /// Adds a plot to the report.
     pub fn plot(&mut self, plot: Plot) {
         self.plots.push(plot);
+    }
+
+    /// Names the results that a reader should see first.
+    pub fn highlight<'a>(&mut self, names: impl IntoIterator<Item = &'a str>) {
+        self.highlights.extend(names.into_iter().map(str::to_owned));
     }
 
     /// Adds a table for a person; without any, all results are listed.
@@ -138,6 +146,11 @@ impl Document {
     /// The plots.
     pub fn plots(&self) -> &[Plot] {
         &self.plots
+    }
+
+    /// Names of the results that a reader should see first.
+    pub fn highlights(&self) -> &[String] {
+        &self.highlights
     }
 
     /// The tables for a person.

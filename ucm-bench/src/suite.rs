@@ -78,6 +78,14 @@ const JOBS: &[Job] = &[
     },
     Job { name: "ctrl", full: "ctrl", quick: "ctrl --quick", seconds: (60, 10) },
     Job {
+        name: "crash",
+        full: "crash --kills 60 --stops 5 --assert leaked_slots<=0 --assert leaked_pins<=0 \
+               --assert stuck_waiters<=0",
+        quick: "crash --kills 5 --stops 1 --assert leaked_slots<=0 --assert leaked_pins<=0 \
+                --assert stuck_waiters<=0",
+        seconds: (30, 5),
+    },
+    Job {
         name: "trace-conversation",
         full: "trace --trace conversation",
         quick: "trace --trace conversation --requests 2000",

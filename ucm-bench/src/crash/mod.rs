@@ -121,6 +121,12 @@ fn spec(args: &Args, scratch: &Scratch) -> Result<Spec, BenchError> {
 }
 
 fn describe(document: &mut Document, args: &Args) {
+    document.about(
+        "Ranks that die",
+        "Rank processes are killed and stopped at random moments while all of them work: how soon the \
+         others have cleared up, and whether anything is lost, leaked or wrong afterwards.",
+    );
+    document.highlight(["recovery_ms_p50", "recovery_ms_max", "leaked_slots", "stuck_waiters"]);
     document.config("ranks", args.ranks);
     document.config("kills", args.kills);
     document.config("stops", args.stops);

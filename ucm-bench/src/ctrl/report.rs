@@ -38,6 +38,18 @@ pub(crate) fn report(
 }
 
 fn describe(document: &mut Document, args: &Args, common: &Common) {
+    document.about(
+        "The shared index",
+        "What finding, pinning, filling and waiting for a shard costs, without moving its bytes, next \
+         to what memory and kernel charge for the same accesses and wake-ups.",
+    );
+    document.highlight([
+        "hit_ns",
+        "lookup_ns_per_block",
+        "wake_ratio",
+        "idle_wakeups",
+        "bytes_per_slot",
+    ]);
     document.config("ranks", json!(args.ranks));
     document.config("slots", args.slots);
     document.config("keys", args.keys);

@@ -16,7 +16,7 @@ use spec::{BackendChoice, Order, OrderChoice, Reply, Spec};
 
 use crate::{
     cli::Common, clock, document::Document, env::Env, error::BenchError, figure::Figure,
-    plot::Plot, progress::Progress, ranks::Ranks, stats::percentile, table::Table,
+    plot::Plot, progress::Progress, ranks::Ranks, stats::percentile,
 };
 
 /// Options of `ucm-bench load`.
@@ -167,6 +167,25 @@ fn spec(
 }
 
 fn describe(document: &mut Document, spec: &Spec, common: &Common, opened: Option<&Reply>) {
+    let (title, from) = match spec.backend {
+        BackendChoice::File => {
+            ("Loads from files", "files, which lie in the page cache".to_owned())
+        }
+        BackendChoice::Slow => (
+            "Loads from a slow device",
+            format!("a device that takes {} us for a shard", spec.latency_us),
+        ),
+        BackendChoice::Memory => ("Loads from memory", "a backend as fast as memory".to_owned()),
+    };
+    document.about(
+        title,
+        &format!(
+            "{} rank processes load the same {} shards through one shared cache: cold from {from}, \
+             then warm, next to plain memcpy of the same bytes in the same processes.",
+            spec.ranks,
+            spec.shards()
+        ),
+    );
     document.config("ranks", spec.ranks);
     document.config("blocks", spec.blocks);
     document.config("shards_per_block", spec.shards_per_block);
@@ -317,15 +336,28 @@ fn report(document: &mut Document, spec: &Spec, samples: &Samples) -> Result<(),
         document.result("lockstep_wall_us", lockstep.median());
         document.result("speedup_vs_lockstep", lockstep.median() / cold.median());
     }
-    let mut plot = Plot::lines("Bytes delivered to all ranks", "measurement", "bytes_per_s");
-    for (name, figure) in [("warm", &warm), ("memcpy floor", &floor)] {
-        plot.line(name, figure.samples().iter().enumerate().map(|(i, y)| (i as f64, *y)));
+    document.highlight(["cold_wall_us", "warm_bytes_per_s", "warm_ratio"]);
+    if document.results().field("speedup_vs_lockstep").is_some() {
+        document.highlight(["speedup_vs_lockstep"]);
     }
-    document.plot(plot);
-    document.table(summary(document));
+    document.highlight(["backend_loads"]);
+    plots(document, &warm, &floor, &share);
     Ok(())
 }
 
-fn summary(document: &Document) -> Table {
-    document.results_table()
+fn plots(document: &mut Document, warm: &Figure, floor: &Figure, share: &[f64]) {
+    let mut rates = Plot::lines(
+        "Bytes delivered to all ranks, all hits",
+        "measurement, in the order taken",
+        "GB/s",
+    );
+    for (name, figure) in [("through the cache", warm), ("plain memcpy (floor)", floor)] {
+        let points = figure.samples().iter().enumerate();
+        rates.line(name, points.map(|(at, rate)| (at as f64 + 1.0, rate / 1e9)));
+    }
+    document.plot(rates);
+    let names = (0..share.len()).map(|rank| format!("rank {rank}"));
+    let mut owners = Plot::bars("Who loaded the shards", "share of backend loads (%)", names);
+    owners.heights("owned", share.iter().map(|part| 100.0 * part));
+    document.plot(owners);
 }

@@ -1,6 +1,7 @@
 //! Plots as SVG.
 //!
-//! Owns: the drawing; axes and text take the colour of the page around them.
+//! Owns: the drawing; axes and text take the colour of the page around them. Title and legend are
+//! text of the page.
 //! **Invariant:** a plot without a point gives an empty frame, never an error or a panic.
 
 use std::ops::Range;
@@ -18,10 +19,11 @@ use crate::{
     plot::{Plot, PlotKind},
 };
 
-const SIZE: (u32, u32) = (760, 340);
-/// Font sizes; plotters writes about four fifths of them.
-const TITLE: u32 = 19;
-const LABEL: u32 = 15;
+const SIZE: (u32, u32) = (760, 300);
+/// Font size; plotters writes about four fifths of it.
+const LABEL: u32 = 16;
+/// Fewer groups of bars than this do not get wider.
+const LEAST_GROUPS: f64 = 4.0;
 /// Points with up to this many different x are marked each.
 const MARKED: usize = 16;
 
@@ -34,6 +36,16 @@ const COLOURS: [RGBColor; 6] = [
     RGBColor(0x8b, 0x5c, 0xf6),
     RGBColor(0x64, 0x74, 0x8b),
 ];
+
+/// The colour of a plot's line, as the page writes it.
+pub(super) fn colour(number: usize) -> String {
+    let RGBColor(red, green, blue) = colour_of(number);
+    format!("#{red:02x}{green:02x}{blue:02x}")
+}
+
+fn colour_of(number: usize) -> RGBColor {
+    COLOURS.get(number % COLOURS.len()).copied().unwrap_or(BLACK)
+}
 
 /// Draws one plot.
 pub(super) fn svg(plot: &Plot) -> Result<String, BenchError> {
@@ -54,7 +66,6 @@ fn draw(plot: &Plot, svg: &mut String) -> Result<(), Box<dyn std::error::Error>>
     let tick_count = ticks.len();
     let x_axis = Axis { numbers: (x.0..x.1).into(), ticks };
     let mut chart = ChartBuilder::on(&area)
-        .caption(&plot.title, ("sans-serif", TITLE).into_font().color(&BLACK))
         .margin(10)
         .x_label_area_size(44)
         .y_label_area_size(64)
@@ -76,17 +87,14 @@ fn draw(plot: &Plot, svg: &mut String) -> Result<(), Box<dyn std::error::Error>>
 
     let count = plot.lines.len().max(1) as f64;
     for (number, line) in plot.lines.iter().enumerate() {
-        let colour = COLOURS.get(number % COLOURS.len()).copied().unwrap_or(BLACK);
+        let colour = colour_of(number);
         let points = || line.points.iter().map(|(x, y)| (along(plot, *x), *y));
         match plot.kind {
             PlotKind::Lines => {
-                chart
-                    .draw_series(LineSeries::new(points(), colour.stroke_width(2)))?
-                    .label(&line.name)
-                    .legend(move |(x, y)| {
-                        PathElement::new([(x, y), (x + 16, y)], colour.stroke_width(2))
-                    });
-                chart.draw_series(points().map(|at| Circle::new(at, 3, colour.filled())))?;
+                chart.draw_series(LineSeries::new(points(), colour.stroke_width(2)))?;
+                if line.points.len() <= MARKED {
+                    chart.draw_series(points().map(|at| Circle::new(at, 3, colour.filled())))?;
+                }
             }
             PlotKind::Bars => {
                 let width = 0.8 / count;
@@ -95,18 +103,9 @@ fn draw(plot: &Plot, svg: &mut String) -> Result<(), Box<dyn std::error::Error>>
                     let corners = [(x + left, 0.0), (x + left + width * 0.92, y)];
                     Rectangle::new(corners, colour.filled())
                 };
-                chart.draw_series(points().map(bar))?.label(&line.name).legend(move |(x, y)| {
-                    Rectangle::new([(x, y - 4), (x + 16, y + 4)], colour.filled())
-                });
+                chart.draw_series(points().map(bar))?;
             }
         }
-    }
-    if plot.lines.len() > 1 {
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .label_font(("sans-serif", LABEL).into_font().color(&BLACK))
-            .draw()?;
     }
     area.present()?;
     drop(chart);
@@ -124,7 +123,9 @@ fn ranges(plot: &Plot) -> ((f64, f64), (f64, f64)) {
     let (low, high) = bounds(points().map(|(_, y)| *y));
     let y = (low.min(0.0), if high > 0.0 { high * 1.08 } else { 1.0 });
     if plot.kind == PlotKind::Bars {
-        return ((-0.5, plot.x_names.len().max(1) as f64 - 0.5), y);
+        let groups = plot.x_names.len() as f64;
+        let room = 0.5 + (LEAST_GROUPS - groups).max(0.0) / 2.0;
+        return ((-room, groups - 1.0 + room), y);
     }
     let room = if x.1 > x.0 { (x.1 - x.0) * 0.04 } else { 0.5 };
     ((x.0 - room, x.1 + room), y)
@@ -218,7 +219,7 @@ mod tests {
     #[test]
     fn odd_plots_are_drawn_too() {
         let mut empty = Plot::lines("none", "x", "y");
-        assert!(svg(&empty).unwrap().contains("none"));
+        assert!(svg(&empty).unwrap().contains("<svg"));
         empty.line("one point", [(5.0, 0.0)]);
         assert!(svg(&empty).unwrap().contains("<circle"));
         let mut strange = Plot::lines("strange", "x", "y").x_log();

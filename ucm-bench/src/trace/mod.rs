@@ -118,10 +118,11 @@ fn capacities(percents: &[f64], unique: usize) -> Result<Vec<usize>, BenchError>
 }
 
 fn describe(document: &mut Document, args: &Args, source: &TraceSource, trace: &Trace) {
+    let title = format!("Cache policies on {source}");
     document.about(
-        "Cache policies on a request trace",
-        "How many of the blocks that requests ask for a cache of a given size would hold, for CLOCK \
-         (with and without the bit set on load), LRU and the best possible policy.",
+        &title,
+        "How many of the blocks that requests ask for a cache of a given size would hold: CLOCK (with \
+         and without the bit set on load), LRU, and the best possible policy. Models, no bytes move.",
     );
     document.config("trace", args.trace.clone());
     document.config("source", source.to_string());

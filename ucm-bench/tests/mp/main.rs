@@ -1,5 +1,7 @@
 //! Whole commands, as a user runs them: the real program, its rank processes, its exit codes.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
+
 mod ctrl;
 mod replay;
 mod suite;

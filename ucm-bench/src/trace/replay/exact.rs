@@ -162,6 +162,7 @@ fn report(document: &mut Document, trace: &Trace, rows: &[Row]) -> Result<(), Be
         document.result("first_wrong_byte", first.clone());
     }
 
+    document.highlight(["hit_difference", "verified_bytes", "wrong_bytes"]);
     let mut table =
         Table::new(["capacity", "blocks", "model hits", "replay hits", "hit ratio %", "seconds"]);
     for row in rows {

@@ -22,14 +22,23 @@ use crate::{
 };
 
 pub(super) fn describe(document: &mut Document, args: &Args, common: &Common, job: &Job) {
+    let trace = &job.slice.trace;
+    let size = |blocks: usize| {
+        let bytes = blocks as u64 * SHARD_BYTES * u64::from(job.scale.layers);
+        Table::human("_bytes", &bytes.into())
+    };
     document.about(
         "Trace replay on one node",
         &format!(
-            "{} rank processes serve {} requests of a conversation trace from one shared cache and \
-             a directory of files: cold, when everything must be computed and stored first, then \
-             warm. Every byte that reaches a rank is verified.",
+            "{} rank processes serve {} requests of a conversation trace from one shared cache ({}) \
+             and a directory of files ({}): cold, when everything must be computed and stored first, \
+             then warm. Blocks are those of qwen3-8b, {} of its {LAYERS} layers. Every byte that \
+             reaches a rank is verified.",
             job.ranks,
-            job.slice.trace.requests().len()
+            trace.requests().len(),
+            size(job.capacity_blocks),
+            size(trace.unique_blocks()),
+            job.scale.layers,
         ),
     );
     document.config("replay", true);
@@ -147,6 +156,13 @@ pub(super) fn report(
     if let Some(first) = &wrong.first {
         document.result("first_wrong_byte", first.clone());
     }
+    document.highlight([
+        "bytes_per_s",
+        "floor_ratio",
+        "hit_ratio",
+        "request_us_p50",
+        "ttft_saved_s",
+    ]);
     tables(document, job, block_bytes);
     plots(document, runs);
     Ok(())

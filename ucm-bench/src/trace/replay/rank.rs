@@ -317,7 +317,7 @@ fn compare(bytes: &[u8], key: &Key, rank: u32, reply: &mut Reply) {
     let BlockId(block) = &key.block;
     if let Err(wrong) = verify_pattern(bytes, block, key.shard, 0, GENERATION) {
         reply.wrong_bytes += bytes.len() as u64 - wrong.offset_words * 8;
-        reply.first_wrong.get_or_insert(format!("rank {rank}, {key:?}: {wrong}"));
+        reply.first_wrong.get_or_insert_with(|| format!("rank {rank}, {key:?}: {wrong}"));
     }
 }
 
