@@ -1,1 +1,37 @@
-//! Placeholder.
+//! The remote pool's vocabulary: objects that live in the memory of other machines.
+//!
+//! Peers own memory and keep *objects* in it (a block's bytes as one addressable thing, on pages of
+//! one size); a directory says who might have which object; a client puts, gets, and gets ranges.
+//! This version has the types and the traits; implementations follow. What stands here is what they
+//! must agree on:
+//!
+//! * [`Medium`] is the only allocation authority over its memory. An object becomes readable by its
+//!   commit, never before, and leaves only when no lease protects it.
+//! * [`Peer`] is a medium as others reach it: the same verbs in batches, with sessions, leases and
+//!   ranged reads.
+//! * [`Directory`] holds hints. A wrong or missing answer costs a try, never a wrong byte.
+//! * [`RemotePool`] is the client. It answers each key with one [`GetOutcome`] or [`PutOutcome`]; no
+//!   failure of one key touches another.
+//!
+//! Every read is bound to (key, boot token of the peer, generation of the object): a handle from
+//! before a restart or an eviction is [`GetOutcome::Stale`], not old bytes.
+//!
+//! **Invariant:** lengths are known to the receiver before a byte moves; what arrives shorter or
+//! longer is no object.
+
+#![forbid(unsafe_code)]
+
+mod directory;
+mod medium;
+mod object;
+mod outcome;
+mod peer;
+mod pool;
+
+pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record, Tier};
+pub use medium::{Medium, MediumUsage, PageList, Pending, Stored};
+pub use object::{ByteRange, Generation, ObjectKey, PeerId, RangeError, check_ranges};
+pub use outcome::{GetOutcome, PutOutcome, RemoveOutcome};
+pub use peer::{Peer, PeerLimits, Resolution, Session};
+pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
+pub use ucm_data::Token;
