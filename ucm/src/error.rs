@@ -1,4 +1,6 @@
 //! The facade's error: whichever layer it comes from, with one kind for all.
+//!
+//! **Invariant:** the numbers of the kinds never change; the cause is kept, never turned into text.
 
 use std::io;
 

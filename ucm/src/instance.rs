@@ -196,7 +196,7 @@ impl Enter for Entrant<'_> {
         let id = control
             .free_member(admission.occupied)
             .filter(|id| u16::from(id.0) < admission.max_seats)
-            .ok_or(ucm_ctrl::CtrlError::MembersFull(usize::from(admission.max_seats)))?;
+            .ok_or_else(|| ucm_ctrl::CtrlError::MembersFull(usize::from(admission.max_seats)))?;
         let member = control.join_at(id, spec)?;
         repair_leftovers(&member, admission.occupied);
         let hooks = Arc::new(Hooks { member: member.downgrade(), thread: OnceLock::new() });

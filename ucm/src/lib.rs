@@ -35,3 +35,8 @@ pub use ucm_queue::{
 };
 pub use ucm_store::Backend;
 pub use ucm_transport::{Addr, Location, Memory, RegionId, TransferEngine};
+
+/// The code of the project's first page is compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../README.md")]
+mod readme {}

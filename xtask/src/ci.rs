@@ -5,7 +5,7 @@
 //! a step that cannot run here is named in the closing report, never passed over.
 
 use crate::{
-    bench, features, loom,
+    bench, demo, features, loom,
     shell::{Failure, Shell, fail, print, say},
     test, tidy,
     workspace::Workspace,
@@ -94,7 +94,10 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
             .run()?,
         "features" => features::run(&features::Args::default(), workspace)?,
         "loom" => loom::run(&loom::Args::default(), workspace)?,
-        "examples" => Shell::cargo(&["build", "--workspace", "--examples"]).run()?,
+        "examples" => {
+            Shell::cargo(&["build", "--workspace", "--examples"]).run()?;
+            demo::run(&demo::Args::standard(), workspace)?;
+        }
         _ => bench::run(&bench::Args::smoke(), workspace)?,
     }
     Ok(Outcome::Done)

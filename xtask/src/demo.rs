@@ -19,6 +19,13 @@ pub(crate) struct Args {
     rest: Vec<String>,
 }
 
+impl Args {
+    /// What `ci` runs.
+    pub(crate) fn standard() -> Self {
+        Self { example: "demo".to_owned(), rest: Vec::new() }
+    }
+}
+
 /// Builds the example in release mode and runs it from the workspace root.
 pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     Shell::cargo(&["run", "--release", "-p", "ucm", "--example", &args.example, "--"])
