@@ -12,7 +12,7 @@ use crate::event;
 use crate::{
     key::Hashed,
     layout::{Bucket, Slot},
-    member::MemberInner,
+    member::{MemberInner, MemberState, MemberWord},
     region::PoolTables,
     slot::{Phase, SlotWord},
     sync::{AtomicU32, Backoff, Ordering},
@@ -132,11 +132,16 @@ impl PoolTables {
         (there && slot.holds(key)).then_some((index, slot, word))
     }
 
-    /// Locks the bucket of a key in the name of a member.
-    pub(crate) fn lock(&self, member: &MemberInner, hashed: Hashed) -> Option<Locked<'_>> {
+    /// Locks the bucket of a key in the name of a member. `None` when it cannot be had in time:
+    /// its holder was stopped in mid-change, and nobody shall stop with it.
+    pub(crate) fn lock(
+        &self,
+        member: &MemberInner,
+        hashed: Hashed,
+        patience: Patience,
+    ) -> Option<Locked<'_>> {
         let bucket = self.buckets.get(self.bucket_index(hashed))?;
-        acquire_lock(&bucket.lock, member);
-        Some(Locked { tables: self, bucket })
+        acquire_lock(&bucket.lock, member, patience).then(|| Locked { tables: self, bucket })
     }
 }
 
@@ -158,22 +163,53 @@ impl LockWord {
         self.0.to_le_bytes()[0].checked_sub(1)
     }
 
+    /// The stay that the word names, as far as the word has room for it.
+    fn is_of(self, seat: u8, generation: u32) -> bool {
+        self.0 & !Self::SLEEPING == Self::of(seat, generation).0
+    }
+
     fn sleeping(self) -> Self {
         Self(self.0 | Self::SLEEPING)
     }
 }
 
-fn acquire_lock(lock: &AtomicU32, member: &MemberInner) {
+/// How long to wait for a lock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Patience {
+    /// Some microseconds: there are other slots to be had.
+    Brief,
+    /// A tenth of a second: longer than a busy machine keeps a runnable holder from the processor.
+    Enough,
+}
+
+#[cfg(not(ucm_loom))]
+const ENOUGH: Duration = Duration::from_millis(100);
+
+/// False when the lock was not to be had in time.
+fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> bool {
     let mut mine = LockWord::of(member.index, member.generation);
     let mut backoff = Backoff::default();
+    #[cfg(not(ucm_loom))]
+    let mut begun: Option<Instant> = None;
     loop {
         if lock.compare_exchange(0, mine.0, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
-            return;
+            return true;
         }
         if backoff.snooze() < 64 || cfg!(ucm_loom) {
             continue;
         }
         let seen = LockWord(lock.load(Ordering::SeqCst));
+        if seen.0 != 0 && is_nobodys(seen, member) && break_lock(lock, seen) {
+            member.count(|c| &c.corruptions, 1);
+            continue;
+        }
+        if patience == Patience::Brief {
+            return false;
+        }
+        #[cfg(not(ucm_loom))]
+        if begun.get_or_insert_with(Instant::now).elapsed() >= ENOUGH {
+            return false;
+        }
         let marked = seen.sleeping();
         if seen.0 != 0
             && (seen == marked
@@ -194,6 +230,16 @@ fn acquire_lock(lock: &AtomicU32, member: &MemberInner) {
             }
         }
     }
+}
+
+/// True for a lock that nobody can hold: the stay it names has ended (its locks went with it), or
+/// never was. Only damaged memory has such locks.
+fn is_nobodys(seen: LockWord, member: &MemberInner) -> bool {
+    let holder = seen.holder().and_then(|seat| Some((seat, member.control.region.member(seat)?)));
+    holder.is_none_or(|(seat, record)| {
+        let word = MemberWord(record.word.load(Ordering::SeqCst));
+        word.state() == MemberState::Free || !seen.is_of(seat, word.generation())
+    })
 }
 
 /// Frees the lock if the dead member holds it.
@@ -252,7 +298,7 @@ impl Locked<'_> {
     /// `None` after a removal that the walk cannot survive.
     fn look_once(&self, key: &RawKey) -> Option<Found> {
         for entry in &self.bucket.entries {
-            let Some((index, tag)) = parse(entry.load(Ordering::Relaxed)) else { continue };
+            let Some((index, tag)) = parse(entry.load(Ordering::SeqCst)) else { continue };
             if tag != key.hashed.tag {
                 continue;
             }
@@ -290,13 +336,13 @@ impl Locked<'_> {
     /// Links a slot under a key that is absent.
     pub(crate) fn insert(&self, key: &RawKey, index: u32) {
         for entry_word in &self.bucket.entries {
-            if entry_word.load(Ordering::Relaxed) == 0 {
+            if entry_word.load(Ordering::SeqCst) == 0 {
                 entry_word.store(entry(key.hashed.tag, index), Ordering::Release);
                 return;
             }
         }
         if let Some(slot) = self.tables.slot(index) {
-            slot.next.store(self.bucket.overflow.load(Ordering::Relaxed), Ordering::Release);
+            slot.next.store(self.bucket.overflow.load(Ordering::SeqCst), Ordering::Release);
             self.bucket.overflow.store(index + 1, Ordering::Release);
         }
     }
@@ -304,7 +350,7 @@ impl Locked<'_> {
     /// Unlinks a slot if it is linked here; true when it was.
     pub(crate) fn remove(&self, index: u32) -> bool {
         for entry in &self.bucket.entries {
-            if parse(entry.load(Ordering::Relaxed)).is_some_and(|(slot, _)| slot == index) {
+            if parse(entry.load(Ordering::SeqCst)).is_some_and(|(slot, _)| slot == index) {
                 entry.store(0, Ordering::Release);
                 return true;
             }
@@ -315,13 +361,13 @@ impl Locked<'_> {
     /// True when the slot is linked here.
     pub(crate) fn contains(&self, index: u32) -> bool {
         let in_entry = |entry: &crate::sync::AtomicU64| {
-            parse(entry.load(Ordering::Relaxed)).is_some_and(|(slot, _)| slot == index)
+            parse(entry.load(Ordering::SeqCst)).is_some_and(|(slot, _)| slot == index)
         };
         self.bucket.entries.iter().any(in_entry) || self.chain().any(|slot| slot == index)
     }
 
     fn chain(&self) -> impl Iterator<Item = u32> {
-        let mut next = self.bucket.overflow.load(Ordering::Relaxed);
+        let mut next = self.bucket.overflow.load(Ordering::SeqCst);
         let mut steps = 0;
         std::iter::from_fn(move || {
             let index = next.checked_sub(1)?;
@@ -329,7 +375,7 @@ impl Locked<'_> {
             if steps > self.tables.slots.len() {
                 return None;
             }
-            next = self.tables.slot(index)?.next.load(Ordering::Relaxed);
+            next = self.tables.slot(index)?.next.load(Ordering::SeqCst);
             Some(index)
         })
     }
@@ -337,12 +383,12 @@ impl Locked<'_> {
     fn unchain(&self, index: u32) -> bool {
         let mut link = &self.bucket.overflow;
         for _ in 0..self.tables.slots.len() {
-            let at = link.load(Ordering::Relaxed);
+            let at = link.load(Ordering::SeqCst);
             let Some(slot) = at.checked_sub(1).and_then(|at| self.tables.slot(at)) else {
                 return false;
             };
             if at == index + 1 {
-                link.store(slot.next.load(Ordering::Relaxed), Ordering::Release);
+                link.store(slot.next.load(Ordering::SeqCst), Ordering::Release);
                 self.bucket.chain_version.fetch_add(1, Ordering::Release);
                 return true;
             }

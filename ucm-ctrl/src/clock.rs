@@ -5,14 +5,15 @@
 //! full lap the next evictable slot is taken whatever its bit, so a search takes at most two laps.
 //! (F. J. Corbató, "A paging experiment with the Multics system", 1968.)
 //!
-//! **Invariant:** a slot leaves its key only through [`PoolTables::claim`], which no two searches
+//! **Invariant:** a slot leaves its key only through [`PoolTables::evict`], which no two searches
 //! can win for the same slot, and which gives it back when a pin has come in between.
 
 use crate::{
-    bucket::RawKey,
+    bucket::{Patience, RawKey},
     freemap,
     key::{BlockId, Hasher},
     layout::{PoolHot, Slot},
+    leftover::is_private,
     member::MemberInner,
     region::PoolTables,
     slot::{Phase, SlotWord},
@@ -55,6 +56,9 @@ impl PoolTables {
     /// `None` means that every slot is pinned or being filled.
     pub(crate) fn obtain(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
         member.count(|c| &c.victim_searches, 1);
+        if member.has_leftovers() {
+            member.retry_leftovers();
+        }
         if let Some(slot) = freemap::take(self.free_regular(), |slot| self.claim_free(member, slot))
         {
             return Some(slot);
@@ -62,15 +66,12 @@ impl PoolTables {
         if self.hot().full.0.load(Ordering::SeqCst) != 0 {
             return None;
         }
-        let victim = self.sweep(member)?;
-        self.vacate(member, hasher, victim);
-        member.count(|c| &c.evictions, 1);
-        Some(victim)
+        self.sweep(member, hasher)
     }
 
     /// Two laps at most. The first, shared with all others who search, ages; the second takes the
     /// next evictable slot whatever its bit.
-    fn sweep(&self, member: &MemberInner) -> Option<u32> {
+    fn sweep(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
         let slots = u64::from(self.regular);
         let hand = &self.hot().cursor.0;
         let mut hopeless = true;
@@ -80,7 +81,7 @@ impl PoolTables {
                 hopeless = false;
                 if self.is_marked(at) {
                     self.unmark(at);
-                } else if self.claim(member, at, word, || true) {
+                } else if self.evict(member, hasher, at, word, || true) {
                     member.count(|c| &c.victim_steps, step + 1);
                     return Some(at);
                 }
@@ -97,7 +98,7 @@ impl PoolTables {
         for step in 0..slots {
             let at = self.hand_position(start.wrapping_add(step));
             if let Some(word) = self.evictable(at)
-                && self.claim(member, at, word, || true)
+                && self.evict(member, hasher, at, word, || true)
             {
                 hand.fetch_add(step + 1, Ordering::Relaxed);
                 member.count(|c| &c.victim_steps, slots + step + 1);
@@ -128,24 +129,19 @@ impl PoolTables {
         if let Some(slot) = freemap::take(self.free_regular(), free) {
             return Some((slot, false));
         }
-        if let Some(victim) = self.peek_cold(member) {
-            self.vacate(member, hasher, victim);
-            member.count(|c| &c.evictions, 1);
+        if let Some(victim) = self.peek_cold(member, hasher) {
             return Some((victim, false));
         }
         let free = |slot: u32| self.claim_free(member, slot + self.regular);
         if let Some(slot) = freemap::take(self.free_reserved(), free) {
             return Some((slot + self.regular, true));
         }
-        let victim = self.sweep_reserved(member)?;
-        self.vacate(member, hasher, victim);
-        member.count(|c| &c.evictions, 1);
-        Some((victim, true))
+        self.sweep_reserved(member, hasher).map(|victim| (victim, true))
     }
 
     /// First evictable regular slot without accessed bit, ahead of the hand. Neither moves the hand
     /// nor clears bits: preallocation takes what is cold already and ages nothing.
-    fn peek_cold(&self, member: &MemberInner) -> Option<u32> {
+    fn peek_cold(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
         let start = self.hand_position(self.hot().cursor.0.load(Ordering::Relaxed));
         let mut step = 0;
         let limit = self.regular.min(PREALLOC_SCAN);
@@ -164,7 +160,7 @@ impl PoolTables {
                 continue;
             }
             if let Some(word) = self.evictable(at)
-                && self.claim(member, at, word, || !self.is_marked(at))
+                && self.evict(member, hasher, at, word, || !self.is_marked(at))
             {
                 return Some(at);
             }
@@ -173,7 +169,7 @@ impl PoolTables {
         None
     }
 
-    fn sweep_reserved(&self, member: &MemberInner) -> Option<u32> {
+    fn sweep_reserved(&self, member: &MemberInner, hasher: Hasher) -> Option<u32> {
         let total = u32::try_from(self.slots.len()).unwrap_or(u32::MAX);
         let reserved = u64::from(total - self.regular);
         for _ in 0..reserved {
@@ -182,7 +178,7 @@ impl PoolTables {
             if let Some(word) = self.evictable(at) {
                 if self.is_marked(at) {
                     self.unmark(at);
-                } else if self.claim(member, at, word, || !self.is_marked(at)) {
+                } else if self.evict(member, hasher, at, word, || !self.is_marked(at)) {
                     return Some(at);
                 }
             }
@@ -198,10 +194,11 @@ impl PoolTables {
 
     /// Takes a slot away from its key, unless a pin has come in between or `still` has become false
     /// (Dekker: the claimer changes the word, then reads the pins; a pinner sets its bit, then
-    /// reads the word).
-    pub(crate) fn claim(
+    /// reads the word). The slot comes back `Detached` and unlinked.
+    pub(crate) fn evict(
         &self,
         member: &MemberInner,
+        hasher: Hasher,
         index: u32,
         seen: SlotWord,
         still: impl Fn() -> bool,
@@ -212,8 +209,18 @@ impl PoolTables {
             return false;
         }
         seqcst_point();
-        if slot.unpinned() && still() {
-            return slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
+        // The lock before the point of no return: a key whose bucket is in the hands of a stopped
+        // member stays where it is. The claim keeps the key words as they are.
+        if slot.unpinned()
+            && still()
+            && let Some(bucket) = self.lock(member, slot.key(hasher).hashed, Patience::Brief)
+        {
+            let taken = slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
+            if taken {
+                bucket.remove(index);
+                member.count(|c| &c.evictions, 1);
+            }
+            return taken;
         }
         slot.change(claimed, seen);
         // Somebody may have found everything taken while this slot looked so.
@@ -224,32 +231,32 @@ impl PoolTables {
     fn claim_free(&self, member: &MemberInner, index: u32) -> bool {
         let Some(slot) = self.slot(index) else { return false };
         let seen = slot.load();
-        if seen.phase() != Phase::Free || !slot.unpinned() {
-            return false;
-        }
-        let claimed = seen.next_generation().to(Phase::Detached, Some(member.index));
-        if !slot.change(seen, claimed) {
-            return false;
-        }
-        seqcst_point();
-        // A late waiter of a drained fill may still hold it.
-        slot.unpinned() || !slot.change(claimed, seen)
+        // A late waiter of a drained fill may still hold the slot. No such pin can be added: who
+        // pins a free slot now sees that it is not what it looked for, and lets go.
+        seen.phase() == Phase::Free
+            && slot.unpinned()
+            && slot.change(seen, seen.next_generation().to(Phase::Detached, Some(member.index)))
     }
 
-    /// Unlinks a detached slot from its old key.
-    pub(crate) fn vacate(&self, member: &MemberInner, hasher: Hasher, index: u32) {
-        if let Some(slot) = self.slot(index)
-            && let Some(bucket) = self.lock(member, slot.key(hasher).hashed)
-        {
-            bucket.remove(index);
-        }
+    /// Unlinks a slot that has left its key; false when its bucket could not be locked in time.
+    pub(crate) fn vacate(
+        &self,
+        member: &MemberInner,
+        hasher: Hasher,
+        index: u32,
+        patience: Patience,
+    ) -> bool {
+        self.slot(index)
+            .and_then(|slot| self.lock(member, slot.key(hasher).hashed, patience))
+            .map(|bucket| bucket.remove(index))
+            .is_some()
     }
 
-    /// Gives the member's detached slot back to the free ones.
+    /// Gives a slot that is the member's alone, and linked nowhere, back to the free ones.
     pub(crate) fn release(&self, member: &MemberInner, index: u32) {
         if let Some(slot) = self.slot(index) {
             let word = slot.load();
-            let mine = word.phase() == Phase::Detached && word.owner() == Some(member.index);
+            let mine = is_private(word.phase()) && word.owner() == Some(member.index);
             if mine && slot.change(word, word.to(Phase::Free, None)) {
                 self.hint_free(index);
             }

@@ -10,12 +10,13 @@ use std::{
 
 use crate::{
     FailKind, Pool, SlotId,
+    bucket::Patience,
     event::{ARMED, EventWord, SLEEPERS},
     layout::Slot,
     member::MemberInner,
     region::PoolTables,
     slot::{Phase, SlotWord},
-    sync::{Arc, AtomicU32, Ordering, spin_hint},
+    sync::{Arc, Ordering, spin_hint},
 };
 
 /// How long a wait spins before it sleeps in the kernel.
@@ -275,26 +276,26 @@ pub struct IoToken {
 /// first the slot leaves quarantine, then it is unpinned.
 #[derive(Debug)]
 struct FillCore {
-    quarantine: Quarantine,
+    _quarantine: Quarantine,
     handle: Handle,
 }
 
-/// Frees a draining slot when dropped.
+/// Frees the slot when dropped, if it drains by then.
 struct Quarantine {
     pool: Pool,
     slot: u32,
-    draining: AtomicU32,
+    generation: u64,
 }
 
 impl Fill {
     pub(crate) fn new(handle: Handle) -> Self {
         let (slot, generation) = (SlotId(handle.slot), handle.generation);
-        let quarantine = Quarantine {
-            pool: handle.pool.clone(),
-            slot: handle.slot,
-            draining: AtomicU32::new(0),
-        };
-        Self { core: Some(Arc::new(FillCore { quarantine, handle })), slot, generation }
+        let quarantine = Quarantine { pool: handle.pool.clone(), slot: handle.slot, generation };
+        Self {
+            core: Some(Arc::new(FillCore { _quarantine: quarantine, handle })),
+            slot,
+            generation,
+        }
     }
 
     /// The slot to fill.
@@ -380,13 +381,14 @@ impl FillCore {
 
     fn drain(&self, kind: FailKind) {
         let member = self.handle.member();
-        let changed = self.change(Phase::Draining, Some(kind), |tables, slot| {
+        self.change(Phase::Draining, Some(kind), |tables, slot| {
             // Who hears of it may load the key at once: whoever links it clears our entry away.
             self.tell(slot);
-            tables.vacate(member, member.control.region.hasher(), self.handle.slot);
+            // Should that not be possible now, the end of the quarantine does it.
+            let hasher = member.control.region.hasher();
+            tables.vacate(member, hasher, self.handle.slot, Patience::Brief);
         });
         member.count(|c| &c.drains, 1);
-        self.quarantine.draining.store(u32::from(changed), Ordering::SeqCst);
     }
 
     fn change(
@@ -422,16 +424,18 @@ impl FillCore {
 impl Drop for Quarantine {
     fn drop(&mut self) {
         let member = &self.pool.member;
-        if self.draining.load(Ordering::SeqCst) == 0 || !member.may_write() {
+        if !member.may_write() {
             return;
         }
         if let Ok(tables) = self.pool.tables()
             && let Some(slot) = tables.slot(self.slot)
         {
             let word = slot.load();
-            let mine = word.phase() == Phase::Draining && word.owner() == Some(member.index);
-            if mine && slot.change(word, word.to(Phase::Free, None)) {
-                tables.hint_free(self.slot);
+            let mine = word.phase() == Phase::Draining
+                && word.owner() == Some(member.index)
+                && word.generation() == self.generation;
+            if mine {
+                member.give_back(self.pool.id.0, self.slot, Patience::Enough);
             }
         }
     }

@@ -43,6 +43,7 @@ mod key;
 mod layout;
 #[cfg(not(ucm_loom))]
 mod lease;
+mod leftover;
 mod member;
 mod pool;
 mod reap;

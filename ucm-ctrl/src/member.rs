@@ -119,6 +119,10 @@ pub(crate) struct MemberInner {
     /// Set when the member must not touch the region any more.
     fenced: AtomicU32,
     liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
+    /// Pool and index of slots that wait for their buckets.
+    pub(crate) leftovers: std::sync::Mutex<Vec<(u8, u32)>>,
+    /// How many these are.
+    pub(crate) leftover: Counter,
     /// One reap at a time in a process.
     #[cfg(not(ucm_loom))]
     pub(crate) reaping: std::sync::Mutex<()>,
@@ -216,6 +220,8 @@ fn introduce(
         counts,
         fenced: AtomicU32::new(NOT_FENCED),
         liveness: OnceLock::new(),
+        leftovers: std::sync::Mutex::default(),
+        leftover: Counter::new(0),
         #[cfg(not(ucm_loom))]
         reaping: std::sync::Mutex::new(()),
         #[cfg(not(ucm_loom))]
@@ -524,7 +530,9 @@ impl Drop for MemberInner {
         {
             keeper.end_all(self);
         }
-        if !self.may_write() {
+        // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
+        // seat next clears up first.
+        if !self.may_write() || !self.retry_leftovers() {
             return;
         }
         if let Some(record) = self.control.region.member(self.index) {

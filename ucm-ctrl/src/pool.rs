@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::{
     BlockId, CtrlError, Fill, Key, Pin, Waiter,
-    bucket::{Found, RawKey},
+    bucket::{Found, Patience, RawKey},
     handles::{Handle, monotonic_ms},
     key::Hasher,
     layout::Slot,
@@ -77,8 +77,9 @@ pub enum Removal {
     InUse,
 }
 
-/// A pool of a control region in the name of one member. Cheap to clone; thread-safe; no call
-/// blocks longer than another member's few instructions under a bucket lock.
+/// A pool of a control region in the name of one member. Cheap to clone; thread-safe. No call waits
+/// longer than another member's few instructions under a bucket lock; should that member be stopped
+/// right there, the call gives up after a tenth of a second, with `Full` or `NoSlot`.
 #[derive(Clone)]
 pub struct Pool {
     pub(crate) member: Arc<MemberInner>,
@@ -88,6 +89,16 @@ pub struct Pool {
 /// Rounds of back-off (some milliseconds at least) after which a slot that stays claimed, because
 /// its evictor was stopped or has died, is left alone.
 const PATIENCE: u32 = if cfg!(ucm_loom) { 1_000_000 } else { 20_000 };
+
+/// How linking a slot under its new key went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Linked {
+    Done,
+    /// The key is resident by now.
+    Raced,
+    /// The bucket is in the hands of a member that was stopped.
+    Busy,
+}
 
 enum Insertion {
     Done(Acquired),
@@ -190,7 +201,7 @@ impl Pool {
 
     /// Pins a candidate and judges it. `None`: it was not what it seemed, look again. Without
     /// `claim`, a slot that nobody fills is answered with `Full` ("nothing to be had").
-    fn enter(
+    pub(crate) fn enter(
         &self,
         tables: &PoolTables,
         index: u32,
@@ -243,17 +254,17 @@ impl Pool {
         slot.set_key(key);
         let detached = slot.load();
         let filling = detached.fresh().to(Phase::Filling, Some(me.index));
-        if !self.link(tables, index, slot, key, [detached, filling]) {
+        let linked = self.link(tables, index, slot, key, [detached, filling]);
+        if linked != Linked::Done {
             self.unpin(tables, index, slot);
             tables.release(me, index);
-            return Insertion::Raced;
+            return if linked == Linked::Busy { Insertion::Full } else { Insertion::Raced };
         }
         me.count(|c| &c.owners, 1);
         Insertion::Done(Acquired::Owner(Fill::new(Handle::new(self, index, filling.generation()))))
     }
 
-    /// Links a detached slot under its new key, changing its word. False when the key is resident
-    /// by now.
+    /// Links a detached slot under its new key, changing its word.
     pub(crate) fn link(
         &self,
         tables: &PoolTables,
@@ -261,21 +272,23 @@ impl Pool {
         slot: &Slot,
         key: &RawKey,
         [from, to]: [SlotWord; 2],
-    ) -> bool {
-        let Some(bucket) = tables.lock(&self.member, key.hashed) else { return false };
+    ) -> Linked {
+        let Some(bucket) = tables.lock(&self.member, key.hashed, Patience::Enough) else {
+            return Linked::Busy;
+        };
         if let Found::Resident = bucket.look(key) {
-            return false;
+            return Linked::Raced;
         }
         slot.since_ms.store(monotonic_ms(), Ordering::Relaxed);
         tables.mark(index);
         // The word first: an entry must never lead to a slot that does not say what it is.
-        let changed = slot.change(from, to);
-        if changed {
-            bucket.insert(key, index);
-            // Idle slots are evictable; searches that ran meanwhile found this one taken.
-            tables.not_full();
+        if !slot.change(from, to) {
+            return Linked::Raced;
         }
-        changed
+        bucket.insert(key, index);
+        // Idle slots are evictable; searches that ran meanwhile found this one taken.
+        tables.not_full();
+        Linked::Done
     }
 
     /// Reserves an idle slot for a key that will probably be asked for next: linked, unpinned,
@@ -302,9 +315,11 @@ impl Pool {
         slot.set_key(&raw);
         let detached = slot.load();
         let idle = detached.fresh().to(Phase::Idle, None);
-        if !self.link(tables, index, slot, &raw, [detached, idle]) {
+        let linked = self.link(tables, index, slot, &raw, [detached, idle]);
+        if linked != Linked::Done {
             tables.release(me, index);
-            return Ok(Prealloc::Resident);
+            let busy = linked == Linked::Busy;
+            return Ok(if busy { Prealloc::NoSlot } else { Prealloc::Resident });
         }
         me.count(|c| &c.preallocs, 1);
         me.count(|c| &c.prealloc_reserved, u64::from(reserved));
@@ -390,10 +405,10 @@ impl Pool {
                 return Ok(Removal::InUse);
             }
             // The key cannot have changed if the claim succeeds on the very word seen with it.
-            if word.phase().is_evictable() && tables.claim(&self.member, index, word, || true) {
-                tables.vacate(&self.member, self.hasher(), index);
+            if word.phase().is_evictable()
+                && tables.evict(&self.member, self.hasher(), index, word, || true)
+            {
                 tables.release(&self.member, index);
-                self.member.count(|c| &c.evictions, 1);
                 return Ok(Removal::Removed);
             }
             if backoff.snooze() > PATIENCE {

@@ -5,7 +5,7 @@
 
 use crate::{
     FailKind, Member, MemberId,
-    bucket::break_lock_of,
+    bucket::{Patience, break_lock_of},
     handles::announce_anyway,
     layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
@@ -49,8 +49,8 @@ impl Member {
     ///
     /// When several members are dead, a lock of one may be in the way of another's recovery: it is
     /// broken on the word of the [`Liveness`](crate::Liveness) given to
-    /// [`set_liveness`](Self::set_liveness); without one, this waits until somebody reaps that
-    /// member, too.
+    /// [`set_liveness`](Self::set_liveness). A slot in a bucket whose lock holder is stopped stays
+    /// with this member, absent and unused, until that member goes on or ends.
     pub fn reap(&self, id: MemberId, generation: Option<u32>) -> Reaped {
         // A second thread must not go on clearing when the first has given the seat away.
         #[cfg(not(ucm_loom))]
@@ -83,6 +83,7 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
         me.count(|c| &c.deaths, u64::from(done));
         reaped.done |= done && seat.index == id.0;
     }
+    me.retry_leftovers();
     me.count(|c| &c.slots_recovered, reaped.slots);
     me.count(|c| &c.pins_recovered, reaped.pins);
     me.count(|c| &c.locks_recovered, reaped.locks);
@@ -134,10 +135,10 @@ fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
     for tables in pools() {
         free_locks(tables, dead, reaped);
     }
-    for tables in pools() {
+    for (pool, tables) in (0..).zip(pools()) {
         for (index, slot) in tables.slots.iter().enumerate() {
             let Ok(index) = u32::try_from(index) else { break };
-            recover_slot(me, tables, index, slot, dead, reaped);
+            recover_slot(me, (pool, tables), index, slot, dead, reaped);
         }
         tables.not_full();
     }
@@ -158,7 +159,7 @@ fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
 
 fn recover_slot(
     me: &MemberInner,
-    tables: &PoolTables,
+    (pool, tables): (u8, &PoolTables),
     index: u32,
     slot: &Slot,
     dead: u8,
@@ -173,12 +174,11 @@ fn recover_slot(
             Phase::Detached | Phase::Draining => {
                 let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
                 if taken {
-                    tables.vacate(me, me.control.region.hasher(), index);
-                    tables.release(me, index);
+                    me.give_back(pool, index, Patience::Enough);
                 }
                 taken
             }
-            Phase::Filling => recover_fill(me, tables, index, slot, word),
+            Phase::Filling => recover_fill(me, (pool, tables), index, slot, word),
             _ => false,
         };
         reaped.slots += u64::from(recovered);
@@ -200,14 +200,21 @@ fn recover_slot(
 /// A fill of a dead owner: loadable again if it was linked already, else free.
 fn recover_fill(
     me: &MemberInner,
-    tables: &PoolTables,
+    (pool, tables): (u8, &PoolTables),
     index: u32,
     slot: &Slot,
     word: SlotWord,
 ) -> bool {
     let key = slot.key(me.control.region.hasher());
-    let Some(bucket) = tables.lock(me, key.hashed) else { return false };
     let failed = word.failed_as(FailKind::OwnerDied);
+    let Some(bucket) = tables.lock(me, key.hashed, Patience::Enough) else {
+        // Whether it is linked cannot be told now: its key is absent until it is unlinked.
+        let taken = slot.change(word, failed.to(Phase::Draining, Some(me.index)));
+        if taken {
+            me.give_back(pool, index, Patience::Brief);
+        }
+        return taken;
+    };
     if bucket.contains(index) {
         return slot.change(word, failed.to(Phase::Failed, None));
     }

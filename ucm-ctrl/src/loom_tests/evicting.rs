@@ -89,7 +89,13 @@ fn loom_c6_a_claim_given_back_meets_full() {
             let tables = tables.region.pool(0).unwrap();
             let word = tables.slots[0].load();
             if word.phase().is_evictable() {
-                assert!(!tables.claim(&a.member, 0, word, || false));
+                assert!(!tables.evict(
+                    &a.member,
+                    a.member.control.region.hasher(),
+                    0,
+                    word,
+                    || false
+                ));
             }
         });
         drop(b.acquire(&key(2)).unwrap());
@@ -118,22 +124,64 @@ fn loom_remove_meets_hit() {
     });
 }
 
-/// A walk along the chain while its head leaves and comes back under another key.
+/// A walk along a chain while its head leaves and comes back under another key, in the same chain
+/// or in another bucket's.
 #[test]
 fn loom_a_chain_changes_under_a_reader() {
-    explore(|| {
-        let control = cache(3);
-        let [a, b] = [pool(&control), pool(&control)];
-        // Entry: 1; chain: 3, then 2.
-        for block in 1..=3 {
-            load(&a, &key(block));
-        }
-        let thread = thread::spawn(move || {
-            assert_eq!(a.remove(&key(3)).unwrap(), Removal::Removed);
-            drop(own(&a, &key(4)));
+    for bucket in [0, 1] {
+        explore(move || {
+            let control = cache(4);
+            let [a, b] = [pool(&control), pool(&control)];
+            // First bucket: entry 1, chain 3 → 2; second bucket: entry 1.
+            let there = [key(1), key(2), key_in(1, 1), key(3)];
+            there.iter().for_each(|key| load(&a, key));
+            let thread = thread::spawn(move || {
+                assert_eq!(a.remove(&key(3)).unwrap(), Removal::Removed);
+                drop(own(&a, &key_in(bucket, 9)));
+            });
+            assert_eq!(b.prefix_lookup(&[key(2)]).unwrap(), 1, "resident all the time");
+            thread.join().unwrap();
+            assert_at_rest(&control);
         });
-        assert_eq!(b.prefix_lookup(&[key(2)]).unwrap(), 1, "resident all the time");
-        thread.join().unwrap();
+    }
+}
+
+/// Whoever finds another key under its pin lets go; a search meanwhile may have met the pin.
+#[test]
+fn loom_c6_a_passing_pin_meets_full() {
+    explore(|| {
+        let control = cache(1);
+        let [a, b] = [pool(&control), pool(&control)];
+        load(&a, &key(1));
+        let passing = thread::spawn(move || {
+            let tables = a.tables().unwrap();
+            let entered = a.enter(tables, 0, &tables.slots[0], &a.raw(&key(9)), true);
+            assert!(entered.is_none());
+        });
+        drop(b.acquire(&key(2)).unwrap());
+        passing.join().unwrap();
+        drop(own(&b, &key(3)));
+        assert_at_rest(&control);
+    });
+}
+
+/// A second thread of a member relies on the first one's pin bit.
+#[test]
+fn loom_two_threads_of_a_member_meet_evict() {
+    explore(|| {
+        let (control, memory) = (cache(1), Memory::new());
+        let [a, b] = [pool(&control), pool(&control)];
+        memory.use_key(&a, 1);
+        let threads = [a.clone(), a].map(|pool| {
+            let memory = memory.clone();
+            thread::spawn(move || {
+                if let Ok(Some(Acquired::Hit(pin))) = pool.acquire_resident(&key(1)) {
+                    memory.check(&pin, 1);
+                }
+            })
+        });
+        memory.use_key(&b, 2);
+        threads.map(|thread| thread.join().unwrap());
         assert_at_rest(&control);
     });
 }

@@ -8,8 +8,9 @@ use std::{mem::ManuallyDrop, thread};
 
 use super::kit::*;
 use crate::{
-    Control, FailKind, FillState, Liveness, Member, MemberId, MemberState, Phase, Pool, PoolId,
-    Reaped, WaitAny, WaitOutcome,
+    Acquired, Control, FailKind, FillState, Key, Liveness, Member, MemberId, MemberState, Phase,
+    Pool, PoolId, Reaped, WaitAny, WaitOutcome,
+    bucket::Patience,
     event::SLEEPERS,
     layout::Slot,
     member::MemberWord,
@@ -143,7 +144,7 @@ fn d1_a_detached_slot_is_unlinked_and_freed() {
 #[test]
 fn d1_a_detached_slot_with_half_a_new_key_is_freed() {
     let (_, survivor, _, after) = died_in_eviction(|control, dead, word| {
-        tables(control).vacate(&dead.member, control.region.hasher(), 0);
+        tables(control).vacate(&dead.member, control.region.hasher(), 0, Patience::Enough);
         slot(control, 0).block_lo.store(77, Ordering::SeqCst);
         word.claimed(dead.member.index).to(Phase::Detached, Some(dead.member.index))
     });
@@ -261,6 +262,17 @@ impl Liveness for AllDead {
     }
 }
 
+/// Loads a key whose bucket may be locked for longer than an acquire waits.
+fn load_at_last(pool: &Pool, key: &Key) {
+    loop {
+        match pool.acquire(key).unwrap() {
+            Acquired::Owner(fill) => return drop(fill.publish().unwrap()),
+            Acquired::Full => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 #[test]
 fn a01_a_dead_holders_lock_is_freed_by_reap() {
     let control = narrow(geometry(4, 0, 1), 0);
@@ -268,9 +280,11 @@ fn a01_a_dead_holders_lock_is_freed_by_reap() {
     let pool = survivor.pool(PoolId(0)).unwrap();
     let dead = mortal(&control);
     let hashed = dead.pool.raw(&key(1)).hashed;
-    let _held = ManuallyDrop::new(tables(&control).lock(&dead.pool.member, hashed).unwrap());
+    let _held = ManuallyDrop::new(
+        tables(&control).lock(&dead.pool.member, hashed, Patience::Enough).unwrap(),
+    );
     thread::scope(|scope| {
-        let stuck = scope.spawn(|| load(&pool, &key(1)));
+        let stuck = scope.spawn(|| load_at_last(&pool, &key(1)));
         let bucket = &tables(&control).buckets[0];
         eventually("somebody sleeps on the lock", || {
             bucket.lock.load(Ordering::SeqCst) & (1 << 31) != 0
@@ -291,9 +305,11 @@ fn a01_whoever_waits_for_a_dead_holders_lock_breaks_it_with_proof_only() {
     let pool = survivor.pool(PoolId(0)).unwrap();
     let dead = mortal(&control);
     let hashed = dead.pool.raw(&key(1)).hashed;
-    let _held = ManuallyDrop::new(tables(&control).lock(&dead.pool.member, hashed).unwrap());
+    let _held = ManuallyDrop::new(
+        tables(&control).lock(&dead.pool.member, hashed, Patience::Enough).unwrap(),
+    );
     thread::scope(|scope| {
-        let stuck = scope.spawn(|| load(&pool, &key(1)));
+        let stuck = scope.spawn(|| load_at_last(&pool, &key(1)));
         let bucket = &tables(&control).buckets[0];
         eventually("somebody sleeps on the lock", || {
             bucket.lock.load(Ordering::SeqCst) & (1 << 31) != 0
@@ -317,7 +333,9 @@ fn d2_two_dead_members_do_not_block_each_others_recovery() {
     survivor.set_liveness(Arc::new(AllDead(AtomicU32::new(both))));
     let _fill = ManuallyDrop::new(own(&first.pool, &key(1)));
     let hashed = second.pool.raw(&key(2)).hashed;
-    let _held = ManuallyDrop::new(tables(&control).lock(&second.pool.member, hashed).unwrap());
+    let _held = ManuallyDrop::new(
+        tables(&control).lock(&second.pool.member, hashed, Patience::Enough).unwrap(),
+    );
     assert_eq!(reap(&survivor, &first).slots, 1);
     reap(&survivor, &second);
     assert_at_rest(&control);
@@ -435,4 +453,72 @@ fn d1_free_slots_are_found_again() {
     assert!(is_full(&pool, &key(1)));
     reap(&survivor, &mortal(&control));
     assert_eq!((load(&pool, &key(1)), load(&pool, &key(2))), (0, 1));
+}
+
+/// A member that is stopped while it holds a lock stops nobody, and what must leave the bucket
+/// leaves it later.
+#[test]
+fn w6_a_lock_of_a_stopped_member_stops_nobody() {
+    let control = narrow(geometry(2, 0, 1), 0);
+    let survivor = rank(&control);
+    let pool = survivor.pool(PoolId(0)).unwrap();
+    let stopped = rank(&control).pool(PoolId(0)).unwrap();
+    load(&pool, &key(1));
+    let drained = own(&pool, &key(2));
+    let (token, slot) = (drained.start_io(), drained.slot().0);
+    let held = tables(&control).lock(&stopped.member, pool.raw(&key(1)).hashed, Patience::Brief);
+    assert!(held.is_some());
+    assert!(is_full(&pool, &key(3)), "neither can a key leave, nor one be linked");
+    assert_eq!(pool.prealloc(&key(3)).unwrap(), crate::Prealloc::NoSlot);
+    drop(hit(&pool, &key(1)));
+    assert_eq!(pool.remove(&key(1)).unwrap(), crate::Removal::InUse);
+    // A fill given up meanwhile stays in quarantine, absent.
+    drained.abandon_draining(FailKind::Io);
+    drop(token);
+    assert_eq!(phase(&control, slot), Phase::Draining);
+    assert!(is_full(&pool, &key(2)));
+    drop(held);
+    assert_eq!(load(&pool, &key(2)), slot, "unlinked when a slot was needed");
+    assert_at_rest(&control);
+}
+
+#[test]
+fn d1_a_fill_of_the_dead_in_a_stopped_members_bucket_is_freed_later() {
+    for detached in [false, true] {
+        let control = narrow(geometry(1, 0, 1), 0);
+        let survivor = rank(&control);
+        let pool = survivor.pool(PoolId(0)).unwrap();
+        let stopped = rank(&control).pool(PoolId(0)).unwrap();
+        let dead = mortal(&control);
+        let _fill = ManuallyDrop::new(own(&dead.pool, &key(1)));
+        if detached {
+            let word = slot(&control, 0).load();
+            assert!(slot(&control, 0).change(word, word.to(Phase::Detached, Some(dead.seat()))));
+        }
+        let waiter = (!detached).then(|| wait(&pool, &key(1)));
+        let hashed = pool.raw(&key(1)).hashed;
+        let held = tables(&control).lock(&stopped.member, hashed, Patience::Brief);
+        let reaped = reap(&survivor, &dead);
+        assert_eq!((reaped.slots, reaped.pins), (1, 1));
+        assert_eq!(waiter.map(|w| w.wait(None)), (!detached).then_some(WaitOutcome::OwnerDied));
+        assert!(is_full(&pool, &key(2)));
+        assert_eq!(pool.prefix_lookup(&[key(1)]).unwrap(), 0);
+        drop(held);
+        assert_eq!(load(&pool, &key(3)), 0);
+        assert_at_rest(&control);
+    }
+}
+
+/// D11: a lock word that names nobody's stay.
+#[test]
+fn d11_a_lock_of_nobody_is_broken_at_once() {
+    let control = narrow(geometry(2, 0, 1), 0);
+    let pool = pool(&control);
+    for garbage in [1 << 31, 0x7fff_ff00, 0x0000_01ff, 0x0000_0701, 0x0000_0142, u32::MAX] {
+        tables(&control).buckets[0].lock.store(garbage, Ordering::SeqCst);
+        drop(own(&pool, &key(1)));
+        assert_eq!(pool.remove(&key(1)).unwrap(), crate::Removal::Removed);
+    }
+    assert!(control.statistics().corruptions >= 5);
+    assert_at_rest(&control);
 }

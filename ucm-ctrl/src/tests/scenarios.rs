@@ -165,7 +165,7 @@ fn c6_full_does_not_stick_after_a_preallocation() {
     slot.set_key(&raw);
     let detached = slot.load();
     let idle = detached.fresh().to(crate::Phase::Idle, None);
-    assert!(pool.link(tables, index, slot, &raw, [detached, idle]));
+    assert_eq!(pool.link(tables, index, slot, &raw, [detached, idle]), crate::pool::Linked::Done);
     assert_eq!(load(&pool, &key(2)), 0);
 }
 
@@ -178,7 +178,7 @@ fn c6_full_does_not_stick_after_a_claim_given_back() {
     load(&pool, &key(1));
     let tables = tables(&control);
     let word = tables.slots[0].load();
-    let refused = tables.claim(&pool.member, 0, word, || {
+    let refused = tables.evict(&pool.member, control.region.hasher(), 0, word, || {
         assert!(is_full(&pool, &key(2)), "claimed at the moment");
         false
     });
