@@ -38,7 +38,7 @@ impl EventWord {
 
     /// Moves the counter on, clears the flags and returns them.
     pub(crate) fn bump(&self) -> u32 {
-        let mut old = self.word.load(Ordering::Relaxed);
+        let mut old = self.word.load(Ordering::SeqCst);
         loop {
             let new = (old & !FLAGS).wrapping_add(STEP);
             match self.word.compare_exchange_weak(old, new, Ordering::SeqCst, Ordering::Relaxed) {
@@ -123,7 +123,9 @@ mod futex {
 
     use std::time::Instant;
 
-    use loom::sync::{Condvar, Mutex, atomic::AtomicU32, atomic::Ordering};
+    use loom::sync::{Condvar, Mutex};
+
+    use crate::sync::{AtomicU32, Ordering};
 
     #[derive(Debug)]
     pub(crate) struct Lot {

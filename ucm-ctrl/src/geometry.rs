@@ -81,7 +81,7 @@ impl PoolGeometry {
 
     /// One and a half to three slots a bucket on average, of six entries.
     pub(crate) fn buckets(&self) -> u32 {
-        if cfg!(ucm_loom) { 1 } else { self.total().div_ceil(3).next_power_of_two() }
+        if cfg!(ucm_loom) { 2 } else { self.total().div_ceil(3).next_power_of_two() }
     }
 }
 

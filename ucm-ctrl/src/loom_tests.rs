@@ -1,6 +1,6 @@
 //! Models of the protocols, for all interleavings with at most two preemptions (`cargo xtask loom`).
 //!
-//! A model has four seats, one bucket with a single entry and a chain, one or two slots, and "slot
+//! A model has four seats, two buckets with a single entry and a chain, one or two slots, and "slot
 //! memory" in loom cells, so that a read that meets a write, or is not ordered after it, is reported
 //! as a race. A lost wake-up is a deadlock, which is reported as well.
 //!
@@ -19,6 +19,7 @@ use loom::cell::UnsafeCell;
 use crate::{
     Acquired, BlockId, Control, Fill, Geometry, Key, Member, MemberSpec, Phase, Pin, Pool, PoolId,
     SlotId, Waiter,
+    key::Hasher,
     sync::{Arc, Counter, Ordering},
 };
 
@@ -42,8 +43,17 @@ fn pool(control: &Control) -> Pool {
     join(control).pool(PoolId(0)).unwrap()
 }
 
+/// A key of the first bucket.
 fn key(block: u64) -> Key {
-    Key::new(BlockId::from_halves(block, block), 0)
+    key_in(0, block)
+}
+
+/// Keys of the same bucket and number are the same.
+fn key_in(bucket: u64, number: u64) -> Key {
+    let hasher = Hasher { seed: (0x5eed, 0xfeed), mask: u64::MAX };
+    let of_bucket = (0..).filter(|half| hasher.block(*half, number) & 1 == bucket);
+    let half = of_bucket.into_iter().next().unwrap();
+    Key::new(BlockId::from_halves(half, number), 0)
 }
 
 fn own(pool: &Pool, key: &Key) -> Fill {

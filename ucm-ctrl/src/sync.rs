@@ -27,8 +27,49 @@ mod imp {
 
 #[cfg(ucm_loom)]
 mod imp {
+    use std::ops::Deref;
+
     pub use loom::sync::Arc;
-    pub use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub use loom::sync::atomic::Ordering;
+    use loom::sync::atomic::{AtomicU32 as Inner32, AtomicU64 as Inner64};
+
+    /// Atomics whose decisive loads are read-modify-writes that change nothing. loom's partial order
+    /// reduction remembers only the last access to an object: in "load, then compare-and-swap", the
+    /// load hides the accesses of others before it, and their races with the swap go unexplored.
+    /// Weaker loads stay what they are, so that stale values are explored where they may occur.
+    macro_rules! decisive {
+        ($name:ident, $inner:ident, $word:ty) => {
+            /// An atomic of the model.
+            #[derive(Debug, Default)]
+            pub struct $name($inner);
+
+            impl $name {
+                /// As the original.
+                pub fn new(word: $word) -> Self {
+                    Self($inner::new(word))
+                }
+
+                /// As the original, but explored in full when `SeqCst`.
+                pub fn load(&self, order: Ordering) -> $word {
+                    match order {
+                        Ordering::SeqCst => self.0.fetch_or(0, Ordering::Acquire),
+                        order => self.0.load(order),
+                    }
+                }
+            }
+
+            impl Deref for $name {
+                type Target = $inner;
+
+                fn deref(&self) -> &$inner {
+                    &self.0
+                }
+            }
+        };
+    }
+
+    decisive!(AtomicU32, Inner32, u32);
+    decisive!(AtomicU64, Inner64, u64);
 
     /// Models have no use for padding.
     pub(crate) type Pad<const WORDS: usize> = [(); WORDS];

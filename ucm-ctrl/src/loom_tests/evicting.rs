@@ -167,7 +167,7 @@ fn loom_c6_a_passing_pin_meets_full() {
 
 /// A second thread of a member relies on the first one's pin bit.
 #[test]
-fn loom_two_threads_of_a_member_meet_evict() {
+fn loom_two_threads_of_a_member_meet_a_claim() {
     explore(|| {
         let (control, memory) = (cache(1), Memory::new());
         let [a, b] = [pool(&control), pool(&control)];
@@ -175,13 +175,20 @@ fn loom_two_threads_of_a_member_meet_evict() {
         let threads = [a.clone(), a].map(|pool| {
             let memory = memory.clone();
             thread::spawn(move || {
-                if let Ok(Some(Acquired::Hit(pin))) = pool.acquire_resident(&key(1)) {
+                let tables = pool.tables().unwrap();
+                let entered = pool.enter(tables, 0, &tables.slots[0], &pool.raw(&key(1)), true);
+                if let Some(Acquired::Hit(pin)) = entered {
                     memory.check(&pin, 1);
                 }
             })
         });
-        memory.use_key(&b, 2);
-        threads.map(|thread| thread.join().unwrap());
-        assert_at_rest(&control);
+        let tables = b.tables().unwrap();
+        let word = tables.slots[0].load();
+        if tables.evict(&b.member, control.region.hasher(), 0, word, || true) {
+            memory.write(SlotId(0), 2);
+        }
+        for thread in threads {
+            thread.join().unwrap();
+        }
     });
 }

@@ -53,6 +53,29 @@ fn loom_two_reapers_meet() {
     });
 }
 
+/// A slow reaper must not clear the pins of the seat's next holder.
+#[test]
+fn loom_the_seats_next_holder_is_left_alone() {
+    explore(|| {
+        let control = cache(1);
+        let [a, b] = [join(&control), join(&control)];
+        let dead = join(&control);
+        let (id, stay) = (dead.id(), Some(dead.generation()));
+        let fill = own(&dead.pool(PoolId(0)).unwrap(), &key(1));
+        let thread = thread::spawn(move || a.reap(id, stay).done);
+        let next = b.reap(id, stay).done.then(|| {
+            let next = control.join_at(id, MemberSpec::rank(0, 1)).unwrap();
+            own(&next.pool(PoolId(0)).unwrap(), &key(1))
+        });
+        thread.join().unwrap();
+        if let Some(fill) = next {
+            drop(fill.publish().unwrap());
+        }
+        assert_at_rest(&control);
+        bury(dead, fill);
+    });
+}
+
 #[test]
 fn loom_d3_a_waiter_hears_of_the_owners_death() {
     explore(|| {
