@@ -4,9 +4,12 @@
 //! **Invariant:** nothing is drawn when stderr is no terminal or the caller asked for quiet, so
 //! logs stay clean; results never depend on it.
 
-use std::{io::IsTerminal as _, sync::LazyLock};
+use std::{io::IsTerminal as _, sync::LazyLock, time::Duration};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+/// The clock of a bar runs on while a step takes long.
+const TICK: Duration = Duration::from_secs(1);
 
 /// All bars of the process.
 static BARS: LazyLock<MultiProgress> = LazyLock::new(MultiProgress::new);
@@ -25,6 +28,9 @@ impl Progress {
             ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::hidden())
         };
         let form = "{msg:28} [{bar:32}] {percent:>3} % {elapsed_precise} eta {eta}";
+        if shown {
+            bar.enable_steady_tick(TICK);
+        }
         if let Ok(style) = ProgressStyle::with_template(form) {
             bar.set_style(style.progress_chars("=> "));
         }

@@ -28,13 +28,15 @@ const LEAST_GROUPS: f64 = 4.0;
 const MARKED: usize = 16;
 
 /// Readable on light and on dark ground.
-const COLOURS: [RGBColor; 6] = [
+const COLOURS: [RGBColor; 8] = [
     RGBColor(0x3b, 0x82, 0xf6),
     RGBColor(0xf5, 0x9e, 0x0b),
     RGBColor(0x10, 0xb9, 0x81),
     RGBColor(0xef, 0x44, 0x44),
     RGBColor(0x8b, 0x5c, 0xf6),
     RGBColor(0x64, 0x74, 0x8b),
+    RGBColor(0xec, 0x48, 0x99),
+    RGBColor(0x14, 0xb8, 0xd6),
 ];
 
 /// The colour of a plot's line, as the page writes it.
