@@ -25,5 +25,5 @@ pub use crate::rendezvous::{
 pub use crate::segment::{
     Fallback, Geometry, Mapped, NumaOutcome, NumaPolicy, Packing, PageTier, Piece, RegisterFailure,
     RegisterPolicy, RegisterRegion, Registration, RegistrationSummary, SegmentInfo, Segments,
-    SegmentsConfig, SlotAddr,
+    SegmentsConfig, SlotAddr, check_memory,
 };

@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub use self::config::{Packing, SegmentsConfig};
 pub use self::geometry::{Geometry, SegmentInfo, SlotAddr};
 pub use self::ladder::Fallback;
+pub use self::limits::check_memory;
 pub use self::map::Mapped;
 pub use self::numa::{NumaOutcome, NumaPolicy};
 pub use self::register::{

@@ -162,7 +162,9 @@ impl Enter for Entrant<'_> {
     type Error = Error;
 
     fn create(&mut self) -> Result<Offer, Error> {
-        let control = Control::create(&geometry(self.config), Token::random()?.0)?;
+        let geometry = geometry(self.config);
+        ucm_data::check_memory("the control region", geometry.region_bytes()?)?;
+        let control = Control::create(&geometry, Token::random()?.0)?;
         let total: u64 =
             self.config.pool.iter().map(|p| p.shard_bytes * u64::from(p.slots_in_force())).sum();
         let mut done = 0;

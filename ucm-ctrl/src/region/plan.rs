@@ -31,6 +31,16 @@ pub(crate) struct RegionLayout {
     pub(crate) total: usize,
 }
 
+impl Geometry {
+    /// Bytes of shared memory a region of this geometry takes, all of them at creation.
+    ///
+    /// # Errors
+    /// `Geometry` with the offending number.
+    pub fn region_bytes(&self) -> Result<u64, CtrlError> {
+        RegionLayout::of(self).map(|layout| layout.total as u64)
+    }
+}
+
 impl RegionLayout {
     pub(crate) fn of(geometry: &Geometry) -> Result<Self, CtrlError> {
         geometry.check()?;

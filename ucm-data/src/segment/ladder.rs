@@ -16,7 +16,7 @@ use crate::error::Shortage;
 use crate::fork::SharedFd;
 use crate::segment::config::SMALL_PAGE;
 use crate::segment::gate::Gate;
-use crate::segment::limits::SystemView;
+use crate::segment::limits::{HEADROOM_BYTES, SystemView};
 use crate::segment::numa::NumaOutcome;
 use crate::segment::tier::PageTier;
 use crate::segment::window::Window;
@@ -25,8 +25,6 @@ use crate::{DataError, ErrorKind};
 /// Seals of every segment: its size is fixed for ever.
 pub(crate) const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Ordinary memory that is left to the machine when a pool is sized.
-const HEADROOM_BYTES: u64 = 64 << 20;
 /// Pages are taken in steps of this size, for progress and for signals.
 const STEP_BYTES: u64 = 256 << 20;
 

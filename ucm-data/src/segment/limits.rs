@@ -8,6 +8,42 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::{DataError, ErrorKind, Shortage};
+
+/// Ordinary memory that is left to the machine when a pool is sized.
+pub(crate) const HEADROOM_BYTES: u64 = 64 << 20;
+
+/// Refuses what would drive this machine, or this process's memory cgroup, out of memory, before
+/// anything is allocated. `what` names it in the error.
+///
+/// # Errors
+/// `Shortage` with wanted and available bytes.
+pub fn check_memory(what: &str, wanted_bytes: u64) -> Result<(), DataError> {
+    let view = SystemView::real();
+    let machine = view.memory_available().map(|free| Limit {
+        available_bytes: free.saturating_sub(HEADROOM_BYTES),
+        source: "MemAvailable".into(),
+    });
+    let tightest =
+        machine.into_iter().chain(view.cgroup_memory()).min_by_key(|l| l.available_bytes);
+    match tightest {
+        Some(limit) if limit.available_bytes < wanted_bytes => Err(DataError::new(
+            ErrorKind::Shortage,
+            format!(
+                "{what} wants {wanted_bytes} bytes of memory, available {} ({}); make it smaller or \
+                 raise the limit",
+                limit.available_bytes, limit.source
+            ),
+        )
+        .with_shortage(Shortage {
+            page_bytes: 4096,
+            wanted_bytes,
+            available_bytes: limit.available_bytes,
+        })),
+        _ => Ok(()),
+    }
+}
+
 /// An upper bound and where it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Limit {

@@ -86,6 +86,13 @@ fn m3_too_little_memory_is_an_error_with_wanted_and_available() {
     join["do"] = "join".into();
     let answer = proc.ask(&join);
     let text = answer["error"].as_str().unwrap();
-    assert!(text.contains("available") || text.contains("want"), "{text}");
+    assert!(text.contains("available") && text.contains("want"), "{text}");
+    assert_eq!(answer["error_kind"], "Environment");
+    // The control region is memory, too: many tiny slots.
+    join["shard_bytes"] = 1.into();
+    join["slots"] = (1_u64 << 30).into();
+    let answer = proc.ask(&join);
+    let text = answer["error"].as_str().unwrap();
+    assert!(text.contains("control region") && text.contains("available"), "{text}");
     assert_eq!(answer["error_kind"], "Environment");
 }
