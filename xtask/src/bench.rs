@@ -56,10 +56,15 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     if args.quick {
         shell = shell.args(&["--quick"]);
     }
-    shell.args(&["--out", &out.to_string_lossy()]).args(&args.rest).run()?;
-    print(&format!("results: {}", out.join("run.json").display()));
-    print(&format!("report:  {}", out.join("report.html").display()));
-    Ok(())
+    // A suite with failures has written its results all the same.
+    let done = shell.args(&["--out", &out.to_string_lossy()]).args(&args.rest).run();
+    for (what, file) in [("results", "run.json"), ("report", "report.html")] {
+        let path = out.join(file);
+        if path.is_file() {
+            print(&format!("{what}: {}", path.display()));
+        }
+    }
+    done
 }
 
 fn run_file(path: &Path) -> String {

@@ -49,7 +49,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
                 print(&format!("SKIP step {step}: {why}"));
                 skipped += 1;
             }
-            Err(Failure(message)) => {
+            Err(Failure { message, .. }) => {
                 say(&format!("== {step} failed {message}"));
                 failed.push(step);
                 if args.fail_fast {

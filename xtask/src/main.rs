@@ -69,11 +69,11 @@ fn main() -> ExitCode {
     });
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(Failure(message)) => {
+        Err(Failure { message, code }) => {
             if !message.is_empty() {
                 say(&format!("xtask: {message}"));
             }
-            ExitCode::FAILURE
+            ExitCode::from(code)
         }
     }
 }

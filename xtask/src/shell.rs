@@ -11,19 +11,31 @@ use std::{
     process::{Command, Stdio},
 };
 
-/// Why a command of xtask failed, as one message for a person; empty when all was said before.
+/// Why a command of xtask failed.
 #[derive(Debug)]
-pub(crate) struct Failure(pub(crate) String);
+pub(crate) struct Failure {
+    /// For a person; empty when all was said before.
+    pub(crate) message: String,
+    /// The exit code of xtask, never 0.
+    pub(crate) code: u8,
+}
+
+impl Failure {
+    /// A failure with exit code 1.
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self { message: message.into(), code: 1 }
+    }
+}
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.message)
     }
 }
 
 /// Shorthand for a failure with this message.
 pub(crate) fn fail<T>(message: impl Into<String>) -> Result<T, Failure> {
-    Err(Failure(message.into()))
+    Err(Failure::new(message))
 }
 
 /// Prints one line on stderr. A closed stderr is no reason to stop.
@@ -74,16 +86,24 @@ impl Shell {
         self
     }
 
-    /// Runs it; output goes straight to the terminal.
+    /// Runs it; output goes straight to the terminal. The failure has its exit code.
     pub(crate) fn run(&self) -> Result<(), Failure> {
-        if self.status()? { Ok(()) } else { fail(format!("failed: {self}")) }
+        match self.code()? {
+            0 => Ok(()),
+            code => Err(Failure { code, ..Failure::new(format!("failed: {self}")) }),
+        }
     }
 
     /// Runs it; tells whether it ended with code 0.
     pub(crate) fn status(&self) -> Result<bool, Failure> {
+        Ok(self.code()? == 0)
+    }
+
+    /// Runs it; its exit code, 1 when a signal ended it.
+    fn code(&self) -> Result<u8, Failure> {
         say(&format!("$ {self}"));
         let status = self.command().status().map_err(|error| self.cannot_start(&error))?;
-        Ok(status.success())
+        Ok(status.code().map_or(1, |code| u8::try_from(code).unwrap_or(1)))
     }
 
     /// Runs it, shows its stdout line by line and hands each line to `line` as well. Tells whether
@@ -122,7 +142,7 @@ impl Shell {
     }
 
     fn cannot_start(&self, error: &io::Error) -> Failure {
-        Failure(format!("cannot run `{self}`: {error}"))
+        Failure::new(format!("cannot run `{self}`: {error}"))
     }
 }
 
@@ -168,5 +188,15 @@ mod tests {
         let ok = good.watch(|line| lines.push(line.to_owned())).unwrap();
         assert_eq!((ok, lines), (false, vec!["one".to_owned(), "two".to_owned()]));
         assert!(Shell::program("no-such-program-here").run().is_err());
+    }
+
+    #[test]
+    fn a_failure_keeps_the_exit_code() {
+        let code = |script: &str| {
+            Shell::program("sh").args(&["-c", script]).run().map_err(|failure| failure.code)
+        };
+        assert_eq!(code("exit 0"), Ok(()));
+        assert_eq!(code("exit 5"), Err(5));
+        assert_eq!(code("kill -9 $$"), Err(1));
     }
 }

@@ -29,7 +29,7 @@ impl Workspace {
             .manifest_path(package.join("Cargo.toml"))
             .no_deps()
             .exec()
-            .map_err(|error| Failure(format!("cargo metadata: {error}")))?;
+            .map_err(|error| Failure::new(format!("cargo metadata: {error}")))?;
         Ok(Self { metadata })
     }
 
@@ -82,14 +82,14 @@ impl Workspace {
         let path = self.root().join(file);
         fs::read(&path)
             .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-            .map_err(|error| Failure(format!("cannot read {}: {error}", path.display())))
+            .map_err(|error| Failure::new(format!("cannot read {}: {error}", path.display())))
     }
 }
 
 fn walk(root: &Path, under: &Path, found: &mut Vec<String>) -> Result<(), Failure> {
     let dir = root.join(under);
     let list = fs::read_dir(&dir)
-        .map_err(|error| Failure(format!("cannot list {}: {error}", dir.display())))?;
+        .map_err(|error| Failure::new(format!("cannot list {}: {error}", dir.display())))?;
     for entry in list.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let path: PathBuf = under.join(&name);

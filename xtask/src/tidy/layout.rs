@@ -60,7 +60,7 @@ pub(super) fn bless(workspace: &Workspace) -> Result<(), Failure> {
     }
     if after != before {
         fs::write(workspace.root().join(DOCUMENT), after)
-            .map_err(|error| Failure(format!("cannot write {DOCUMENT}: {error}")))?;
+            .map_err(|error| Failure::new(format!("cannot write {DOCUMENT}: {error}")))?;
         print(&format!("{DOCUMENT}: layout hashes rewritten"));
     }
     Ok(())
