@@ -7,8 +7,9 @@
 #[cfg(not(ucm_loom))]
 use std::time::{Duration, Instant};
 
-#[cfg(not(ucm_loom))]
 use crate::event;
+#[cfg(not(ucm_loom))]
+use crate::failpoint::failpoint;
 use crate::{
     key::Hashed,
     layout::{Bucket, Slot},
@@ -44,7 +45,9 @@ impl Slot {
 
     pub(crate) fn set_key(&self, key: &RawKey) {
         self.block_lo.store(key.lo, Ordering::Release);
+        failpoint!("key.lo.after");
         self.block_hi.store(key.hi, Ordering::Release);
+        failpoint!("key.hi.after");
         self.shard.store(key.shard, Ordering::Release);
     }
 
@@ -201,6 +204,7 @@ fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> b
         let seen = LockWord(lock.load(Ordering::SeqCst));
         if seen.0 != 0 && is_nobodys(seen, member) && break_lock(lock, seen) {
             member.count(|c| &c.corruptions, 1);
+            member.count(|c| &c.repairs, 1);
             continue;
         }
         if patience == Patience::Brief {
@@ -219,6 +223,7 @@ fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> b
         {
             // Whoever has slept must assume that others sleep too.
             mine = mine.sleeping();
+            failpoint!("lock.sleep.before");
             sleep_on(lock, marked.0);
             if let Some(holder) = marked.holder()
                 && holder != member.index
@@ -227,6 +232,7 @@ fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> b
                 && break_lock(lock, marked)
             {
                 member.count(|c| &c.locks_recovered, 1);
+                member.count(|c| &c.repairs, 1);
             }
         }
     }
@@ -253,6 +259,7 @@ pub(crate) fn break_lock_of(lock: &AtomicU32, dead: u8) -> bool {
 fn break_lock(lock: &AtomicU32, seen: LockWord) -> bool {
     let broken = lock.compare_exchange(seen.0, 0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
     if broken {
+        failpoint!("lock.break.after");
         wake(lock);
     }
     broken
@@ -343,6 +350,7 @@ impl Locked<'_> {
         }
         if let Some(slot) = self.tables.slot(index) {
             slot.next.store(self.bucket.overflow.load(Ordering::SeqCst), Ordering::Release);
+            failpoint!("link.chain.after");
             self.bucket.overflow.store(index + 1, Ordering::Release);
         }
     }
@@ -389,6 +397,7 @@ impl Locked<'_> {
             };
             if at == index + 1 {
                 link.store(slot.next.load(Ordering::SeqCst), Ordering::Release);
+                failpoint!("unlink.chain.after");
                 self.bucket.chain_version.fetch_add(1, Ordering::Release);
                 return true;
             }
@@ -406,7 +415,9 @@ enum Verdict {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
+        failpoint!("unlock.word.before");
         if self.bucket.lock.swap(0, Ordering::SeqCst) & LockWord::SLEEPING != 0 {
+            failpoint!("unlock.wake.before");
             wake(&self.bucket.lock);
         }
     }

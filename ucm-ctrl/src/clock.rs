@@ -10,6 +10,7 @@
 
 use crate::{
     bucket::{Patience, RawKey},
+    failpoint::failpoint,
     freemap,
     key::{BlockId, Hasher},
     layout::{PoolHot, Slot},
@@ -92,6 +93,7 @@ impl PoolTables {
         // other half of that handshake. It visits every slot itself, wherever others move the hand.
         if hopeless {
             self.hot().full.0.store(1, Ordering::SeqCst);
+            failpoint!("full.set.after");
             seqcst_point();
         }
         let start = hand.load(Ordering::Relaxed);
@@ -204,25 +206,31 @@ impl PoolTables {
         still: impl Fn() -> bool,
     ) -> bool {
         let Some(slot) = self.slot(index) else { return false };
+        failpoint!("evict.claim.before");
         let claimed = seen.claimed(member.index);
         if !slot.change(seen, claimed) {
             return false;
         }
         seqcst_point();
+        failpoint!("evict.claim.after");
         // The lock before the point of no return: a key whose bucket is in the hands of a stopped
         // member stays where it is. The claim keeps the key words as they are.
         if slot.unpinned()
             && still()
             && let Some(bucket) = self.lock(member, slot.key(hasher).hashed, Patience::Brief)
         {
+            failpoint!("evict.lock.after");
             let taken = slot.change(claimed, claimed.to(Phase::Detached, Some(member.index)));
             if taken {
+                failpoint!("evict.detach.after");
                 bucket.remove(index);
+                failpoint!("evict.entry.after");
                 member.count(|c| &c.evictions, 1);
             }
             return taken;
         }
         slot.change(claimed, seen);
+        failpoint!("evict.undo.after");
         // Somebody may have found everything taken while this slot looked so.
         self.not_full();
         false
@@ -258,6 +266,7 @@ impl PoolTables {
             let word = slot.load();
             let mine = is_private(word.phase()) && word.owner() == Some(member.index);
             if mine && slot.change(word, word.to(Phase::Free, None)) {
+                failpoint!("release.word.after");
                 self.hint_free(index);
             }
         }

@@ -4,6 +4,7 @@
 //! look, a missing one is set again by the next reap. Finding the lowest set bit reads at most
 //! slots / 262,144 + 3 words.
 
+use crate::failpoint::failpoint;
 use crate::sync::{AtomicU64, Ordering};
 
 /// Levels from the bits of slots up to the summary of summaries.
@@ -45,6 +46,7 @@ pub(crate) fn take(map: FreeMap<'_>, mut claim: impl FnMut(u32) -> bool) -> Opti
                     let Ok(slot) = u32::try_from(k0 * 64 + b0) else { continue };
                     if claim(slot) {
                         w0.fetch_and(!(1 << b0), Ordering::SeqCst);
+                        failpoint!("free.hint.after");
                         tidy(w0, w1, b1);
                         tidy(w1, w2, b2);
                         return Some(slot);

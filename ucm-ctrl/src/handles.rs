@@ -12,6 +12,7 @@ use crate::{
     FailKind, Pool, SlotId,
     bucket::Patience,
     event::{ARMED, EventWord, SLEEPERS},
+    failpoint::failpoint,
     layout::Slot,
     member::MemberInner,
     region::PoolTables,
@@ -330,10 +331,17 @@ impl Fill {
             }
             None => return Err(PublishError::Fenced),
         };
-        if !core.end(Phase::Ready, None) {
-            core.handle.member().fence();
+        let member = core.handle.member();
+        if !member.is_joined() {
+            core.end(Phase::Failed, Some(FailKind::OwnerDied));
+            member.has_lost_a_slot();
             return Err(PublishError::Fenced);
         }
+        if !core.end(Phase::Ready, None) {
+            core.handle.member().has_lost_a_slot();
+            return Err(PublishError::Fenced);
+        }
+        failpoint!("publish.tell.after");
         core.handle.member().count(|c| &c.publishes, 1);
         // The fill's own pin becomes the caller's.
         Ok(Pin(core.handle))
@@ -384,10 +392,12 @@ impl FillCore {
         self.change(Phase::Draining, Some(kind), |tables, slot| {
             // Who hears of it may load the key at once: whoever links it clears our entry away.
             self.tell(slot);
+            failpoint!("drain.tell.after");
             // Should that not be possible now, the end of the quarantine does it.
             let hasher = member.control.region.hasher();
             tables.vacate(member, hasher, self.handle.slot, Patience::Brief);
         });
+        failpoint!("drain.unlink.after");
         member.count(|c| &c.drains, 1);
     }
 
@@ -404,10 +414,12 @@ impl FillCore {
             let mine = word.phase() == Phase::Filling
                 && word.owner() == Some(me)
                 && word.generation() == handle.generation;
+            failpoint!("end.word.before");
             let owner = (phase == Phase::Draining).then_some(me);
             let next = kind.map_or(word, |kind| word.failed_as(kind)).to(phase, owner);
             let changed = mine && slot.change(word, next);
             if changed {
+                failpoint!("end.word.after");
                 then(tables, slot);
             }
             changed
@@ -435,6 +447,7 @@ impl Drop for Quarantine {
                 && word.owner() == Some(member.index)
                 && word.generation() == self.generation;
             if mine {
+                failpoint!("drain.free.before");
                 member.give_back(self.pool.id.0, self.slot, Patience::Enough);
             }
         }
@@ -450,9 +463,11 @@ impl fmt::Debug for Quarantine {
 /// Moves a slot's version on and wakes whoever asked for it. Call after the state has changed.
 pub(crate) fn announce(region: &crate::region::Region, slot: &Slot) {
     let flags = slot.version.bump();
+    failpoint!("tell.version.after");
     if flags & SLEEPERS != 0 {
         slot.version.wake_all();
     }
+    failpoint!("tell.wake.after");
     if flags & ARMED != 0 {
         for_each_pinner(region, slot, |doorbell| doorbell.ring());
     }

@@ -83,6 +83,12 @@ statistics! {
     locks_recovered,
     /// Impossible contents met.
     corruptions,
+    /// Recoveries carried out, also those that a reaper had begun which died itself.
+    recoveries,
+    /// Structures put right: locks freed, slots unlinked that had to wait for a stopped member.
+    repairs,
+    /// Members that an operator declared gone.
+    expelled,
 }
 
 /// One member as the region records it.

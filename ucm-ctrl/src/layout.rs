@@ -93,7 +93,10 @@ pub(crate) struct Counters {
     pub(crate) pins_recovered: Counter,
     pub(crate) locks_recovered: Counter,
     pub(crate) corruptions: Counter,
-    _reserved: Pad<11>,
+    pub(crate) recoveries: Counter,
+    pub(crate) repairs: Counter,
+    pub(crate) expelled: Counter,
+    _reserved: Pad<8>,
 }
 
 /// One member (rank or scheduler) of the region.

@@ -18,6 +18,7 @@ use std::{
 use crate::{
     Acquired, Control, CtrlError, Key, Member, Pool,
     event::SLEEPERS,
+    failpoint::failpoint,
     layout::LeaseRecord,
     member::MemberInner,
     sync::{Arc, Ordering},
@@ -183,6 +184,7 @@ impl Pool {
         if pins.is_empty() {
             return Ok(LeaseOutcome::NothingReady);
         }
+        failpoint!("lease.pins.before");
         let keeper = Keeper::of(&self.member)?;
         let Some(ticket) = take_record(&self.member, consumers, deadline, pins.len()) else {
             return Ok(LeaseOutcome::TableFull);
@@ -194,7 +196,9 @@ impl Pool {
                 self.member.pin(self.id.0, *index, &slot.pins);
             }
         }
+        failpoint!("lease.pins.after");
         keeper.add(&self.member, ticket, Held { pool: self.id.0, slots, deadline });
+        failpoint!("lease.kept.after");
         self.member.count(|c| &c.leases, 1);
         Ok(LeaseOutcome::Leased(Lease { ticket, covered: pins.len(), member: self.member.clone() }))
     }
@@ -210,11 +214,13 @@ fn take_record(
         let seen = record.load();
         let live = LeaseWord::new(LIVE, member.index, consumers, seen.generation().wrapping_add(1));
         if !seen.is_live() && record.change(seen, live) {
+            failpoint!("lease.record.after");
             let left = deadline.saturating_duration_since(Instant::now());
             let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
             record.deadline_ms.store(crate::clock_ms().saturating_add(left), Ordering::Relaxed);
             record.slots.store(u32::try_from(slots).unwrap_or(u32::MAX), Ordering::Relaxed);
             record.consumers.store(u32::from(consumers), Ordering::Relaxed);
+            failpoint!("lease.fields.after");
             return Some(LeaseTicket::new(u32::try_from(index).ok()?, live.generation()));
         }
     }
@@ -237,11 +243,13 @@ impl Member {
             }
             let next = LeaseWord::new(LIVE, word.holder(), word.left() - 1, word.generation());
             if record.change(word, next) {
+                failpoint!("redeem.word.after");
                 if next.left() == 0
                     && let Some(holder) = region.member(word.holder())
                 {
                     holder.lease_bell.0.ring();
                 }
+                failpoint!("redeem.bell.after");
                 return Ok(Redeemed::Ok(next.left()));
             }
         }
@@ -399,6 +407,7 @@ fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
             }
         }
     }
+    failpoint!("unlease.record.after");
     if let Some(tables) = region.pool(usize::from(held.pool)) {
         for index in &held.slots {
             if let Some(slot) = tables.slot(*index)

@@ -7,7 +7,9 @@
 //! **Invariant:** a slot becomes free only after it was unlinked, so an entry never leads to a slot
 //! of another key.
 
-use crate::{bucket::Patience, member::MemberInner, slot::Phase, sync::Ordering};
+use crate::{
+    bucket::Patience, failpoint::failpoint, member::MemberInner, slot::Phase, sync::Ordering,
+};
 
 impl MemberInner {
     /// Unlinks and frees a slot that this member owns and whose key counts as absent. True when
@@ -17,7 +19,9 @@ impl MemberInner {
         let Some(tables) = region.pool(usize::from(pool)) else { return true };
         let unlinked = tables.vacate(self, region.hasher(), index, patience);
         if unlinked {
+            failpoint!("giveback.unlink.after");
             tables.release(self, index);
+            failpoint!("giveback.free.after");
         } else {
             self.leftovers().push((pool, index));
             self.leftover.fetch_add(1, Ordering::Relaxed);
@@ -29,7 +33,8 @@ impl MemberInner {
     pub(crate) fn retry_leftovers(&self) -> bool {
         let waiting = std::mem::take(&mut *self.leftovers());
         for (pool, index) in waiting {
-            self.give_back(pool, index, Patience::Brief);
+            let done = self.give_back(pool, index, Patience::Brief);
+            self.count(|c| &c.repairs, u64::from(done));
             self.leftover.fetch_sub(1, Ordering::Relaxed);
         }
         !self.has_leftovers()

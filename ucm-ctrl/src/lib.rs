@@ -34,6 +34,11 @@ mod clock;
 mod control;
 mod error;
 mod event;
+mod expel;
+#[cfg(not(any(test, feature = "failpoints")))]
+mod failpoint;
+#[cfg(any(test, feature = "failpoints"))]
+pub mod failpoint;
 mod fork;
 mod freemap;
 mod geometry;
@@ -60,6 +65,7 @@ mod tests;
 
 pub use control::{Control, Liveness, MemberId};
 pub use error::{CtrlError, ErrorKind};
+pub use expel::Expelled;
 pub use geometry::{Geometry, MAX_SLOTS, PoolGeometry};
 pub use handles::{Fill, FillState, IoToken, Pin, PublishError, WaitAny, WaitOutcome, Waiter};
 pub use inspect::{Inspection, MemberInspection, PoolInspection, Statistics};

@@ -8,6 +8,7 @@ use std::{fmt, sync::OnceLock, time::Instant};
 use crate::{
     Control, CtrlError, Liveness, MemberId, Pool, PoolId, WaitAny, Waiter,
     event::SLEEPERS,
+    failpoint::failpoint,
     layout::{Counters, MAX_MEMBERS, MemberRecord},
     region::{Region, zeroed_counts},
     sync::{Arc, AtomicU32, AtomicU64, Backoff, Counter, Ordering, seqcst_point, spin_hint},
@@ -69,6 +70,8 @@ pub enum MemberState {
     Reaping = 2,
     /// Taken; its holder is still writing who it is.
     Joining = 3,
+    /// Declared gone by an operator; its holder may only let go.
+    Expelled = 4,
     /// Not a value of this layout.
     Invalid = 255,
 }
@@ -84,6 +87,7 @@ impl MemberWord {
             1 => MemberState::Joined,
             2 => MemberState::Reaping,
             3 => MemberState::Joining,
+            4 => MemberState::Expelled,
             _ => MemberState::Invalid,
         }
     }
@@ -112,6 +116,8 @@ pub(crate) struct MemberInner {
     pub(crate) control: Control,
     pub(crate) index: u8,
     pub(crate) generation: u32,
+    /// The record's word while this stay goes on.
+    joined: u64,
     pin_word: usize,
     pin_bit: u64,
     /// Pins of this process by pool and slot.
@@ -153,7 +159,7 @@ pub(crate) fn incarnation(region: &Region, id: MemberId) -> Option<[u8; 16]> {
     let mut halves = record.incarnation.iter().map(|half| half.load(Ordering::SeqCst));
     let (lo, hi) = (halves.next()?, halves.next()?);
     let steady = record.word.load(Ordering::SeqCst) == word;
-    (steady && MemberWord(word).state() == MemberState::Joined)
+    (steady && matches!(MemberWord(word).state(), MemberState::Joined | MemberState::Expelled))
         .then(|| crate::BlockId::from_halves(lo, hi).0)
 }
 
@@ -197,6 +203,7 @@ fn introduce(
     record: &MemberRecord,
     spec: MemberSpec,
 ) -> Member {
+    failpoint!("join.word.after");
     record.pid.store(std::process::id(), Ordering::Relaxed);
     record.device.store(spec.device_id.cast_unsigned(), Ordering::Relaxed);
     record.local_ranks.store(spec.local_rank_count, Ordering::Relaxed);
@@ -206,15 +213,18 @@ fn introduce(
     for (to, from) in record.incarnation.iter().zip([lo, hi]) {
         to.store(from, Ordering::Relaxed);
     }
+    failpoint!("join.fields.after");
     // Only now may anybody judge this stay by what the record says.
     let joined = MemberWord::with(MemberState::Joined, 0, generation);
     record.word.store(joined.0, Ordering::SeqCst);
+    failpoint!("join.joined.after");
     let counts =
         control.region.geometry().pools.iter().map(|pool| zeroed_counts(pool.total())).collect();
     let inner = MemberInner {
         control: control.clone(),
         index,
         generation,
+        joined: joined.0,
         pin_word: usize::from(index) / 64,
         pin_bit: 1 << (index % 64),
         counts,
@@ -394,10 +404,11 @@ impl fmt::Debug for Doorbell {
 }
 
 impl MemberInner {
-    /// Refuses when this handle must not touch the region any more.
+    /// Refuses when this handle must not begin anything in the region any more.
     pub(crate) fn check(&self) -> Result<(), CtrlError> {
         match self.fenced.load(Ordering::Relaxed) {
-            NOT_FENCED if self.control.region.is_ours() => Ok(()),
+            NOT_FENCED if self.control.region.is_ours() && self.is_joined() => Ok(()),
+            NOT_FENCED if self.control.region.is_ours() => Err(self.why_not_joined()),
             NOT_FENCED => Err(CtrlError::Fenced("it belongs to the parent of this forked process")),
             FENCED_UNDERFLOW => Err(CtrlError::Fenced(
                 "a pin was released twice, which is a bug: restart this process",
@@ -409,6 +420,39 @@ impl MemberInner {
     /// True while the region may be written in this member's name.
     pub(crate) fn may_write(&self) -> bool {
         self.fenced.load(Ordering::Relaxed) == NOT_FENCED && self.control.region.is_ours()
+    }
+
+    /// True while the record says that this stay goes on.
+    pub(crate) fn is_joined(&self) -> bool {
+        self.control
+            .region
+            .member(self.index)
+            .is_some_and(|record| record.word.load(Ordering::Acquire) == self.joined)
+    }
+
+    #[cold]
+    fn why_not_joined(&self) -> CtrlError {
+        if self.is_expelled() {
+            return CtrlError::Fenced("an operator has expelled it: restart this process");
+        }
+        self.has_lost_a_slot();
+        CtrlError::Fenced("it was removed from the cache: join again")
+    }
+
+    fn is_expelled(&self) -> bool {
+        let expelled = MemberWord::with(MemberState::Expelled, 0, self.generation);
+        self.control
+            .region
+            .member(self.index)
+            .is_some_and(|record| record.word.load(Ordering::SeqCst) == expelled.0)
+    }
+
+    /// A slot of this member is not its any more. Unless an operator has expelled it, somebody has
+    /// cleared up after it, and it must not touch anything.
+    pub(crate) fn has_lost_a_slot(&self) {
+        if !self.is_expelled() {
+            self.fence();
+        }
     }
 
     /// Stops all further use: somebody has cleared up after this member.
@@ -452,7 +496,9 @@ impl MemberInner {
                     // Two threads must not mix up setting and clearing the shared bit.
                     if local.compare_exchange(0, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok()
                     {
+                        failpoint!("pin.bit.before");
                         shared.fetch_or(self.pin_bit, Ordering::SeqCst);
+                        failpoint!("pin.bit.after");
                         seqcst_point();
                         local.store(1, Ordering::Release);
                         return;
@@ -490,8 +536,10 @@ impl MemberInner {
                 1 => {
                     if local.compare_exchange(1, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok()
                     {
+                        failpoint!("unpin.bit.before");
                         let left =
                             shared.fetch_and(!self.pin_bit, Ordering::SeqCst) & !self.pin_bit;
+                        failpoint!("unpin.bit.after");
                         seqcst_point();
                         local.store(0, Ordering::Release);
                         return left == 0
@@ -532,15 +580,23 @@ impl Drop for MemberInner {
         }
         // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
         // seat next clears up first.
+        failpoint!("leave.word.before");
         if !self.may_write() || !self.retry_leftovers() {
             return;
         }
         if let Some(record) = self.control.region.member(self.index) {
-            let mine = MemberWord::with(MemberState::Joined, 0, self.generation);
             let free = MemberWord::with(MemberState::Free, 0, self.generation);
-            // Fails when somebody declared this member gone; then the record is not ours any more.
-            let _ =
-                record.word.compare_exchange(mine.0, free.0, Ordering::SeqCst, Ordering::Relaxed);
+            // Fails when somebody has cleared up after this member; then the record is not ours.
+            let states = [MemberState::Joined, MemberState::Expelled];
+            for mine in states.map(|state| MemberWord::with(state, 0, self.generation)) {
+                let _ = record.word.compare_exchange(
+                    mine.0,
+                    free.0,
+                    Ordering::SeqCst,
+                    Ordering::Relaxed,
+                );
+            }
+            failpoint!("leave.word.after");
         }
     }
 }

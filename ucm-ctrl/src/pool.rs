@@ -8,6 +8,7 @@ use std::fmt;
 use crate::{
     BlockId, CtrlError, Fill, Key, Pin, Waiter,
     bucket::{Found, Patience, RawKey},
+    failpoint::failpoint,
     handles::{Handle, monotonic_ms},
     key::Hasher,
     layout::Slot,
@@ -221,6 +222,7 @@ impl Pool {
             match word.phase() {
                 Phase::Ready => {
                     tables.mark(index);
+                    failpoint!("hit.mark.after");
                     me.count(|c| &c.hits, 1);
                     return Some(Acquired::Hit(Pin::new(handle(word))));
                 }
@@ -233,11 +235,14 @@ impl Pool {
                     return Some(Acquired::Full);
                 }
                 _ => {
+                    failpoint!("takeover.word.before");
                     let mine = word.next_generation().to(Phase::Filling, Some(me.index));
                     if slot.change(word, mine) {
+                        failpoint!("takeover.word.after");
                         slot.since_ms.store(monotonic_ms(), Ordering::Relaxed);
                         tables.mark(index);
                         me.count(|c| &c.owners, 1);
+                        failpoint!("takeover.mark.after");
                         me.count(|c| &c.takeovers, 1);
                         return Some(Acquired::Owner(Fill::new(handle(mine))));
                     }
@@ -250,11 +255,15 @@ impl Pool {
         let me = &*self.member;
         let Some(index) = tables.obtain(me, self.hasher()) else { return Insertion::Full };
         let Some(slot) = tables.slot(index) else { return Insertion::Full };
+        failpoint!("insert.slot.after");
         me.pin(self.id.0, index, &slot.pins);
+        failpoint!("insert.pin.after");
         slot.set_key(key);
+        failpoint!("insert.key.after");
         let detached = slot.load();
         let filling = detached.fresh().to(Phase::Filling, Some(me.index));
         let linked = self.link(tables, index, slot, key, [detached, filling]);
+        failpoint!("insert.link.after");
         if linked != Linked::Done {
             self.unpin(tables, index, slot);
             tables.release(me, index);
@@ -276,16 +285,20 @@ impl Pool {
         let Some(bucket) = tables.lock(&self.member, key.hashed, Patience::Enough) else {
             return Linked::Busy;
         };
+        failpoint!("link.lock.after");
         if let Found::Resident = bucket.look(key) {
             return Linked::Raced;
         }
         slot.since_ms.store(monotonic_ms(), Ordering::Relaxed);
         tables.mark(index);
+        failpoint!("link.mark.after");
         // The word first: an entry must never lead to a slot that does not say what it is.
         if !slot.change(from, to) {
             return Linked::Raced;
         }
+        failpoint!("link.word.after");
         bucket.insert(key, index);
+        failpoint!("link.entry.after");
         // Idle slots are evictable; searches that ran meanwhile found this one taken.
         tables.not_full();
         Linked::Done
@@ -312,7 +325,9 @@ impl Pool {
             return Ok(Prealloc::NoSlot);
         };
         let Some(slot) = tables.slot(index) else { return Ok(Prealloc::NoSlot) };
+        failpoint!("prealloc.slot.after");
         slot.set_key(&raw);
+        failpoint!("prealloc.key.after");
         let detached = slot.load();
         let idle = detached.fresh().to(Phase::Idle, None);
         let linked = self.link(tables, index, slot, &raw, [detached, idle]);
@@ -321,6 +336,7 @@ impl Pool {
             let busy = linked == Linked::Busy;
             return Ok(if busy { Prealloc::NoSlot } else { Prealloc::Resident });
         }
+        failpoint!("prealloc.link.after");
         me.count(|c| &c.preallocs, 1);
         me.count(|c| &c.prealloc_reserved, u64::from(reserved));
         Ok(if reserved { Prealloc::MadeReserved } else { Prealloc::Made })
@@ -408,6 +424,7 @@ impl Pool {
             if word.phase().is_evictable()
                 && tables.evict(&self.member, self.hasher(), index, word, || true)
             {
+                failpoint!("remove.evict.after");
                 tables.release(&self.member, index);
                 return Ok(Removal::Removed);
             }
@@ -450,6 +467,7 @@ impl Pool {
 
     fn unpin(&self, tables: &PoolTables, index: u32, slot: &Slot) {
         if self.member.unpin(self.id.0, index, &slot.pins) {
+            failpoint!("unpin.full.before");
             tables.not_full();
         }
     }

@@ -6,6 +6,8 @@
 use crate::{
     FailKind, Member, MemberId,
     bucket::{Patience, break_lock_of},
+    expel::finish_expulsions,
+    failpoint::failpoint,
     handles::announce_anyway,
     layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
@@ -37,7 +39,7 @@ impl Member {
         let named = record.incarnation.iter().map(|half| half.load(Ordering::SeqCst)).eq([lo, hi]);
         // The record's halves belong to this generation if it is still there, and not in the middle
         // of being written.
-        if !named || !matches!(word.state(), MemberState::Joined | MemberState::Reaping) {
+        if !named || matches!(word.state(), MemberState::Free | MemberState::Joining) {
             return Reaped::default();
         }
         self.reap(id, Some(word.generation()))
@@ -67,26 +69,37 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
     let Some(record) = me.control.region.member(id.0) else { return reaped };
     let word = MemberWord(record.word.load(Ordering::SeqCst));
     let takeable = match word.state() {
-        MemberState::Joined | MemberState::Joining | MemberState::Invalid => true,
+        MemberState::Joined
+        | MemberState::Joining
+        | MemberState::Expelled
+        | MemberState::Invalid => true,
         MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
         MemberState::Free => false,
     };
     if !takeable || generation.is_some_and(|g| g != word.generation()) {
         return reaped;
     }
+    failpoint!("reap.word.before");
     let mut seats = Vec::from_iter(take(me, record, id.0, word));
     while let Some(seat) = seats.pop() {
+        failpoint!("reap.word.after");
+        me.count(|c| &c.recoveries, 1);
         clear(me, seat.index, &mut reaped);
+        failpoint!("reap.clear.after");
         // Whatever the dead member was clearing itself falls to us, before its seat is free.
         inherit(me, seat.index, &mut seats);
+        failpoint!("reap.inherit.after");
         let done = seat.free();
+        failpoint!("reap.free.after");
         me.count(|c| &c.deaths, u64::from(done));
         reaped.done |= done && seat.index == id.0;
     }
+    finish_expulsions(me);
     me.retry_leftovers();
     me.count(|c| &c.slots_recovered, reaped.slots);
     me.count(|c| &c.pins_recovered, reaped.pins);
     me.count(|c| &c.locks_recovered, reaped.locks);
+    me.count(|c| &c.repairs, reaped.locks);
     reaped
 }
 
@@ -140,11 +153,13 @@ fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
             let Ok(index) = u32::try_from(index) else { break };
             recover_slot(me, (pool, tables), index, slot, dead, reaped);
         }
+        failpoint!("reap.slots.after");
         tables.not_full();
     }
     #[cfg(not(ucm_loom))]
     {
         crate::lease::free_records_of(&me.control, dead);
+        failpoint!("reap.leases.after");
         crate::lease::ring_all_bells(&me.control);
     }
 }
@@ -152,6 +167,7 @@ fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
 fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
     for bucket in tables.buckets.iter() {
         if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock_of(&bucket.lock, dead) {
+            failpoint!("reap.lock.after");
             reaped.locks += 1;
         }
     }
@@ -173,6 +189,7 @@ fn recover_slot(
             // includes that the dead process can write no more.
             Phase::Detached | Phase::Draining => {
                 let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
+                failpoint!("reap.take.after");
                 if taken {
                     me.give_back(pool, index, Patience::Enough);
                 }
@@ -181,6 +198,7 @@ fn recover_slot(
             Phase::Filling => recover_fill(me, (pool, tables), index, slot, word),
             _ => false,
         };
+        failpoint!("reap.slot.after");
         reaped.slots += u64::from(recovered);
     } else if word.phase() == Phase::Free {
         tables.hint_free(index);
@@ -191,8 +209,10 @@ fn recover_slot(
     {
         // The dead member may have ended a fill and died before it told the waiters.
         announce_anyway(&me.control.region, slot);
+        failpoint!("reap.tell.after");
         // Pins last: they keep others from taking a slot that is being recovered.
         pins.fetch_and(!bit, Ordering::SeqCst);
+        failpoint!("reap.pin.after");
         reaped.pins += 1;
     }
 }
@@ -215,10 +235,12 @@ fn recover_fill(
         }
         return taken;
     };
+    failpoint!("reap.fill.before");
     if bucket.contains(index) {
         return slot.change(word, failed.to(Phase::Failed, None));
     }
     let recovered = slot.change(word, failed.to(Phase::Free, None));
+    failpoint!("reap.unlinked.after");
     drop(bucket);
     if recovered {
         tables.hint_free(index);

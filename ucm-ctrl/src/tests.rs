@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 mod drain;
+mod expel;
 mod joining;
 mod kit;
 mod lease;

@@ -9,11 +9,12 @@ use crate::workspace::Workspace;
 
 /// Package, and the workspace packages it may depend on.
 const LAYERS: &[(&str, &[&str])] = &[
-    ("ucm-ctrl", &[]),
-    ("ucm-data", &[]),
+    ("ucm-failpoint", &[]),
+    ("ucm-ctrl", &["ucm-failpoint"]),
+    ("ucm-data", &["ucm-failpoint"]),
     ("ucm-transport", &["ucm-data"]),
     ("ucm-store", &[]),
-    ("ucm-queue", &["ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store"]),
+    ("ucm-queue", &["ucm-failpoint", "ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store"]),
     ("ucm-remote", &["ucm-data", "ucm-transport", "ucm-store"]),
     ("ucm", &["ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store", "ucm-queue", "ucm-remote"]),
     (

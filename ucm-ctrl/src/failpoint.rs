@@ -1,0 +1,127 @@
+//! Named points between the stores of every multi-step change of the region, where a test stops or
+//! kills the process. Without the feature `failpoints` they do not exist.
+//!
+//! **Invariant:** [`NAMES`] is the list of all points in this crate's source; a test compares them.
+
+/// A named point. Expands to nothing without the feature.
+macro_rules! failpoint {
+    ($name:literal) => {
+        #[cfg(feature = "failpoints")]
+        ucm_failpoint::hit($name);
+    };
+}
+pub(crate) use failpoint;
+
+/// All points of this crate, by operation.
+#[cfg(any(test, feature = "failpoints"))]
+pub const NAMES: &[&str] = &[
+    "drain.free.before",
+    "drain.tell.after",
+    "drain.unlink.after",
+    "end.word.after",
+    "end.word.before",
+    "evict.claim.after",
+    "evict.claim.before",
+    "evict.detach.after",
+    "evict.entry.after",
+    "evict.lock.after",
+    "evict.undo.after",
+    "expel.mark.after",
+    "expel.mark.before",
+    "expel.slot.after",
+    "expel.tell.after",
+    "expel.unlink.after",
+    "free.hint.after",
+    "full.set.after",
+    "giveback.free.after",
+    "giveback.unlink.after",
+    "hit.mark.after",
+    "insert.key.after",
+    "insert.link.after",
+    "insert.pin.after",
+    "insert.slot.after",
+    "join.fields.after",
+    "join.joined.after",
+    "join.word.after",
+    "key.hi.after",
+    "key.lo.after",
+    "lease.fields.after",
+    "lease.kept.after",
+    "lease.pins.after",
+    "lease.pins.before",
+    "lease.record.after",
+    "leave.word.after",
+    "leave.word.before",
+    "link.chain.after",
+    "link.entry.after",
+    "link.lock.after",
+    "link.mark.after",
+    "link.word.after",
+    "lock.break.after",
+    "lock.sleep.before",
+    "pin.bit.after",
+    "pin.bit.before",
+    "prealloc.key.after",
+    "prealloc.link.after",
+    "prealloc.slot.after",
+    "publish.tell.after",
+    "reap.clear.after",
+    "reap.fill.before",
+    "reap.free.after",
+    "reap.inherit.after",
+    "reap.leases.after",
+    "reap.lock.after",
+    "reap.pin.after",
+    "reap.slot.after",
+    "reap.slots.after",
+    "reap.take.after",
+    "reap.tell.after",
+    "reap.unlinked.after",
+    "reap.word.after",
+    "reap.word.before",
+    "redeem.bell.after",
+    "redeem.word.after",
+    "release.word.after",
+    "remove.evict.after",
+    "takeover.mark.after",
+    "takeover.word.after",
+    "takeover.word.before",
+    "tell.version.after",
+    "tell.wake.after",
+    "unlease.record.after",
+    "unlink.chain.after",
+    "unlock.wake.before",
+    "unlock.word.before",
+    "unpin.bit.after",
+    "unpin.bit.before",
+    "unpin.full.before",
+];
+
+#[cfg(all(test, not(ucm_loom)))]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+    use std::{collections::BTreeSet, fs, path::Path};
+
+    fn points_in(folder: &Path, found: &mut Vec<String>) {
+        for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+            let path = entry.path();
+            if path.is_dir() {
+                points_in(&path, found);
+            } else if !path.ends_with("failpoint.rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                let pieces = text.split("failpoint!(\"").skip(1);
+                found.extend(pieces.map(|piece| piece.split('"').next().unwrap().to_owned()));
+            }
+        }
+    }
+
+    #[test]
+    fn d1_the_list_names_all_points_once() {
+        let mut found = Vec::new();
+        points_in(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut found);
+        let unique: BTreeSet<&str> = found.iter().map(String::as_str).collect();
+        assert_eq!(unique.len(), found.len(), "two points have one name");
+        assert_eq!(Vec::from_iter(unique), super::NAMES);
+    }
+}

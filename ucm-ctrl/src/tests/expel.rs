@@ -1,0 +1,131 @@
+//! Members declared gone by an operator while their processes live.
+//!
+//! **Invariant:** nothing that an expelled member may still write is handed on, and all it held
+//! comes back when it lets go or ends.
+
+use std::mem::ManuallyDrop;
+
+use super::kit::*;
+use crate::{
+    ErrorKind, FailKind, FillState, MemberState, Phase, PoolId, PublishError, WaitOutcome,
+    sync::Ordering,
+};
+
+#[test]
+fn w6_the_fills_of_an_expelled_member_go_to_quarantine_and_it_is_fenced() {
+    let control = cache(3);
+    let operator = rank(&control);
+    let pool = operator.pool(PoolId(0)).unwrap();
+    let gone = rank(&control);
+    let theirs = gone.pool(PoolId(0)).unwrap();
+    let pin = own(&theirs, &key(1)).publish().unwrap();
+    let fill = own(&theirs, &key(2));
+    let waiter = wait(&pool, &key(2));
+    assert!(!operator.expel(gone.id(), gone.generation() + 1).done, "another stay");
+    assert!(!operator.expel(operator.id(), operator.generation()).done, "nobody expels itself");
+    let expelled = operator.expel(gone.id(), gone.generation());
+    assert_eq!((expelled.done, expelled.fills), (true, 1));
+    assert_eq!(waiter.wait(None), WaitOutcome::OwnerDied);
+    drop(waiter);
+    let seen = control.inspect();
+    assert_eq!(seen.problems, Vec::<String>::new());
+    assert_eq!((seen.pools[0].draining, seen.pools[0].pinned), (1, 2));
+    assert_eq!(seen.members[1].state, MemberState::Expelled);
+    // The key can be loaded elsewhere; what the expelled member may still write is out of reach.
+    let again = own(&pool, &key(2));
+    assert_ne!(again.slot(), fill.slot());
+    drop(again.publish().unwrap());
+    // Its pin holds until it lets go.
+    assert!(!matches!(pool.remove(&key(1)).unwrap(), crate::Removal::Removed));
+    assert!(is_full(&pool, &key(3)) || key_in(&control, fill.slot().0) != Some(key(3)));
+    // It goes on: nothing new, but it can let go of everything.
+    for refused in [
+        theirs.acquire(&key(1)).map(drop),
+        theirs.prealloc(&key(9)).map(drop),
+        theirs.touch(&[key(1).block]).map(drop),
+        theirs.remove(&key(1)).map(drop),
+        theirs.prefix_lookup(&[key(1)]).map(drop),
+    ] {
+        assert_eq!(refused.unwrap_err().kind(), ErrorKind::Fenced);
+    }
+    let slot = fill.slot().0;
+    assert!(matches!(fill.publish(), Err(PublishError::Fenced)));
+    assert_eq!(phase(&control, slot), Phase::Free, "it was quiet: no operation was in flight");
+    drop(pin);
+    drop((theirs, gone));
+    assert_eq!(control.inspect().members.len(), 1, "an expelled member can leave");
+    assert_eq!(control.statistics().expelled, 1);
+    assert_at_rest(&control);
+}
+
+#[test]
+fn w6_an_operation_of_an_expelled_member_keeps_its_slot_until_it_ends() {
+    let control = cache(1);
+    let operator = rank(&control);
+    let pool = operator.pool(PoolId(0)).unwrap();
+    let gone = rank(&control);
+    let fill = own(&gone.pool(PoolId(0)).unwrap(), &key(1));
+    let token = fill.start_io();
+    operator.expel(gone.id(), gone.generation());
+    assert_eq!(operator.expel(gone.id(), gone.generation()).fills, 0, "once is enough");
+    let Err(PublishError::IoInFlight(fill)) = fill.publish() else { panic!("a token lives") };
+    fill.fail(FailKind::Io);
+    assert_eq!(phase(&control, 0), Phase::Draining);
+    assert!(is_full(&pool, &key(2)));
+    drop(token);
+    assert_eq!(load(&pool, &key(2)), 0);
+    drop(gone);
+    assert_at_rest(&control);
+}
+
+#[test]
+fn d1_an_expelled_member_that_ends_is_cleared_up_after() {
+    let control = cache(2);
+    let operator = rank(&control);
+    let gone = ManuallyDrop::new(rank(&control));
+    let theirs = ManuallyDrop::new(gone.pool(PoolId(0)).unwrap());
+    let _pin = ManuallyDrop::new(own(&theirs, &key(1)).publish().unwrap());
+    let _fill = ManuallyDrop::new(own(&theirs, &key(2)));
+    operator.expel(gone.id(), gone.generation());
+    let reaped = operator.reap(gone.id(), Some(gone.generation()));
+    assert_eq!((reaped.done, reaped.slots, reaped.pins), (true, 1, 2));
+    assert!(!operator.expel(gone.id(), gone.generation()).done);
+    assert_eq!(control.inspect().members.len(), 1);
+    assert_at_rest(&control);
+}
+
+/// It had passed the check before it was stopped, and takes a key after it was expelled.
+#[test]
+fn w6_a_fill_begun_after_the_expulsion_cannot_be_published() {
+    let control = cache(1);
+    let operator = rank(&control);
+    let pool = operator.pool(PoolId(0)).unwrap();
+    let gone = rank(&control);
+    let fill = own(&gone.pool(PoolId(0)).unwrap(), &key(1));
+    let record = control.region.member(gone.id().0).unwrap();
+    let expelled = crate::member::MemberWord::with(MemberState::Expelled, 0, gone.generation());
+    record.word.store(expelled.0, Ordering::SeqCst);
+    let waiter = wait(&pool, &key(1));
+    assert!(matches!(fill.publish(), Err(PublishError::Fenced)));
+    assert_eq!(waiter.state(), FillState::OwnerDied);
+    drop((waiter, gone));
+    assert_eq!(load(&pool, &key(1)), 0);
+    assert_at_rest(&control);
+}
+
+/// The caller of `expel` died after it had marked the record.
+#[test]
+fn d1_a_half_done_expulsion_is_completed_by_the_reaper_of_its_caller() {
+    let control = cache(1);
+    let survivor = rank(&control);
+    let operator = ManuallyDrop::new(rank(&control));
+    let gone = rank(&control);
+    let fill = own(&gone.pool(PoolId(0)).unwrap(), &key(1));
+    let record = control.region.member(gone.id().0).unwrap();
+    let expelled = crate::member::MemberWord::with(MemberState::Expelled, 0, gone.generation());
+    record.word.store(expelled.0, Ordering::SeqCst);
+    assert!(survivor.reap(operator.id(), None).done);
+    assert_eq!(phase(&control, 0), Phase::Draining);
+    drop((fill, gone));
+    assert_at_rest(&control);
+}
