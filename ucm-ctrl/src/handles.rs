@@ -116,6 +116,8 @@ pub enum WaitOutcome {
     OwnerDied,
     /// The deadline passed.
     Deadline,
+    /// [`Member::interrupt`](crate::Member::interrupt) was called; the fill goes on.
+    Interrupted,
 }
 
 /// How a wait for several fills ended.
@@ -125,6 +127,8 @@ pub enum WaitAny {
     Ended(usize, FillState),
     /// The deadline passed.
     Deadline,
+    /// [`Member::interrupt`](crate::Member::interrupt) was called; the fills go on.
+    Interrupted,
 }
 
 /// A pinned slot that somebody else fills; released on drop.
@@ -166,8 +170,9 @@ impl Waiter {
         self.state()
     }
 
-    /// Sleeps until the fill has ended, at most until the deadline. Uses no CPU; waits of less
-    /// than about 2 µs never enter the kernel.
+    /// Sleeps until the fill has ended, at most until the deadline or an
+    /// [`interrupt`](crate::Member::interrupt). Uses no CPU; waits of less than about 2 µs never
+    /// enter the kernel.
     #[must_use]
     pub fn wait(&self, deadline: Option<Instant>) -> WaitOutcome {
         if let Some(outcome) = self.spin() {
@@ -179,6 +184,9 @@ impl Waiter {
             };
             if let Some(outcome) = ended(self.state()) {
                 return outcome;
+            }
+            if self.0.member().is_interrupted() {
+                return WaitOutcome::Interrupted;
             }
             if deadline.is_some_and(|at| at <= Instant::now()) {
                 return WaitOutcome::Deadline;

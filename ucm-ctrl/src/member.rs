@@ -9,6 +9,7 @@ use crate::{
     Control, CtrlError, Liveness, MemberId, Pool, PoolId, WaitAny, Waiter,
     event::SLEEPERS,
     failpoint::failpoint,
+    handles::announce,
     layout::{Counters, MAX_MEMBERS, MemberRecord},
     region::{Region, zeroed_counts},
     sync::{Arc, AtomicU32, AtomicU64, Backoff, Counter, Ordering, seqcst_point, spin_hint},
@@ -124,6 +125,8 @@ pub(crate) struct MemberInner {
     counts: Vec<Box<[AtomicU32]>>,
     /// Set when the member must not touch the region any more.
     fenced: AtomicU32,
+    /// 1 while all waits of this process end at once.
+    interrupted: Counter,
     liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
     /// Pool and index of slots that wait for their buckets.
     pub(crate) leftovers: std::sync::Mutex<Vec<(u8, u32)>>,
@@ -229,6 +232,7 @@ fn introduce(
         pin_bit: 1 << (index % 64),
         counts,
         fenced: AtomicU32::new(NOT_FENCED),
+        interrupted: Counter::new(0),
         liveness: OnceLock::new(),
         leftovers: std::sync::Mutex::default(),
         leftover: Counter::new(0),
@@ -299,8 +303,23 @@ impl Member {
         Doorbell { inner: self.inner.clone() }
     }
 
-    /// Sleeps until one of the fills has ended, at most until the deadline. All waiters must belong
-    /// to this member; any number is possible.
+    /// Ends all waits of this member's handles, and those that begin later, with `Interrupted`, until
+    /// [`end_interrupt`](Self::end_interrupt). Fills and pins stay as they are.
+    ///
+    /// Meant for SIGTERM: safe in a signal handler (atomics and futex wake-ups only). Walks this
+    /// process's pins, so it takes microseconds per thousand slots of the cache.
+    pub fn interrupt(&self) {
+        self.inner.interrupt();
+    }
+
+    /// Lets waits last again.
+    pub fn end_interrupt(&self) {
+        self.inner.interrupted.store(0, Ordering::SeqCst);
+    }
+
+    /// Sleeps until one of the fills has ended, at most until the deadline or an
+    /// [`interrupt`](Self::interrupt). All waiters must belong to this member; any number is
+    /// possible.
     ///
     /// # Errors
     /// `Invalid` for no waiters or waiters of another member; `Fenced`.
@@ -324,6 +343,9 @@ impl Member {
                 if state != crate::FillState::Filling {
                     return Ok(WaitAny::Ended(index, state));
                 }
+            }
+            if self.inner.is_interrupted() {
+                return Ok(WaitAny::Interrupted);
             }
             if deadline.is_some_and(|at| at <= Instant::now()) {
                 return Ok(WaitAny::Deadline);
@@ -458,6 +480,31 @@ impl MemberInner {
     /// Stops all further use: somebody has cleared up after this member.
     pub(crate) fn fence(&self) {
         self.fenced.store(FENCED_LOST, Ordering::SeqCst);
+    }
+
+    pub(crate) fn is_interrupted(&self) -> bool {
+        self.interrupted.load(Ordering::SeqCst) != 0
+    }
+
+    fn interrupt(&self) {
+        self.interrupted.store(1, Ordering::SeqCst);
+        if !self.may_write() {
+            return;
+        }
+        let region = &self.control.region;
+        // A wait sleeps on its slot's version or on the doorbell. Others that sleep there look again
+        // and go on sleeping.
+        for (pool, counts) in self.counts.iter().enumerate() {
+            let Some(tables) = region.pool(pool) else { continue };
+            for (slot, count) in tables.slots.iter().zip(counts) {
+                if count.load(Ordering::SeqCst) != 0 {
+                    announce(region, slot);
+                }
+            }
+        }
+        if let Some(record) = self.record() {
+            record.doorbell.0.ring();
+        }
     }
 
     pub(crate) fn record(&self) -> Option<&MemberRecord> {

@@ -307,3 +307,38 @@ fn a_doorbell_rung_before_the_wait_is_heard() {
         thread.join().unwrap();
     });
 }
+
+/// W5: a waiting process notices SIGTERM.
+#[test]
+fn w5_an_interrupt_ends_all_waits_until_it_is_ended() {
+    let control = cache(2);
+    let owner = pool(&control);
+    let fills = [1, 2].map(|k| own(&owner, &key(k)));
+    let member = rank(&control);
+    let view = member.pool(PoolId(0)).unwrap();
+    let waiters = [1, 2].map(|k| wait(&view, &key(k)));
+    let other = rank(&control);
+    let bystander = wait(&other.pool(PoolId(0)).unwrap(), &key(1));
+    let watchdog = Some(Instant::now() + Duration::from_secs(60));
+    thread::scope(|scope| {
+        let one = scope.spawn(|| waiters[0].wait(watchdog));
+        let any = scope.spawn(|| member.wait_any(&[&waiters[0], &waiters[1]], watchdog).unwrap());
+        let stays = scope.spawn(|| other.wait_any(&[&bystander], watchdog).unwrap());
+        let slot = &tables(&control).slots[fills[0].slot().0 as usize];
+        let bells = [&member, &other].map(|m| &m.inner.record().unwrap().doorbell.0);
+        eventually("all sleep", || {
+            slot.version.arm(0) & 3 == 3 && bells.iter().all(|bell| bell.arm(0) & 1 == 1)
+        });
+        member.interrupt();
+        assert_eq!(one.join().unwrap(), WaitOutcome::Interrupted);
+        assert_eq!(any.join().unwrap(), WaitAny::Interrupted);
+        assert!(!stays.is_finished(), "nobody else is interrupted");
+        assert_eq!(waiters[1].wait(None), WaitOutcome::Interrupted, "waits that begin later, too");
+        member.end_interrupt();
+        for fill in fills {
+            drop(fill.publish().unwrap());
+        }
+        assert_eq!(waiters[0].wait(watchdog), WaitOutcome::Ready);
+        assert_eq!(stays.join().unwrap(), WaitAny::Ended(0, FillState::Ready));
+    });
+}

@@ -4,6 +4,7 @@
 
 use std::{
     io::{BufRead, Write},
+    sync::OnceLock,
     thread,
     time::{Duration, Instant},
 };
@@ -37,6 +38,7 @@ fn entry() {
     match role.as_str() {
         "pong" => pong(&control, number(0)),
         "waiter" => waiter(&control, number(0), arguments[1] == "any"),
+        "terminated" => terminated(&control, number(0), arguments[1] == "any"),
         "owner" => owner(&control, number(0)),
         "survivor" => survivor(&control, number(0), number(1)),
         "member" => member(&control),
@@ -80,6 +82,31 @@ fn waiter(control: &Control, block: u64, any: bool) {
         say(&format!("{:?}", waiter.wait(watchdog)));
     }
     hear();
+}
+
+static INTERRUPTED: OnceLock<ucm_ctrl::Member> = OnceLock::new();
+
+extern "C" fn on_sigterm(_: libc::c_int) {
+    if let Some(member) = INTERRUPTED.get() {
+        member.interrupt();
+    }
+}
+
+/// Waits until SIGTERM, then leaves in good order.
+fn terminated(control: &Control, block: u64, any: bool) {
+    let (member, pool) = rank(control);
+    INTERRUPTED.set(member.clone()).unwrap();
+    let handler: extern "C" fn(libc::c_int) = on_sigterm;
+    // SAFETY: the handler is async-signal-safe: an atomic load and `Member::interrupt`.
+    unsafe { libc::signal(libc::SIGTERM, handler as libc::sighandler_t) };
+    let waiter = wait(&pool, &key(block));
+    say("waiting");
+    let watchdog = Some(Instant::now() + WATCHDOG);
+    if any {
+        say(&format!("{:?}", member.wait_any(&[&waiter], watchdog).unwrap()));
+    } else {
+        say(&format!("{:?}", waiter.wait(watchdog)));
+    }
 }
 
 /// Fills a key, and ends the fill as told.

@@ -121,6 +121,29 @@ fn w6_a_stopped_owner_is_not_taken_over_and_may_publish_later() {
     assert_eq!(control.inspect().problems, Vec::<String>::new());
 }
 
+/// W5: a waiter notices its own deadline, and SIGTERM. (The owner's death: `d3_…`.)
+#[test]
+fn w5_a_waiter_notices_sigterm_and_its_deadline() {
+    let (control, shared) = cache(4);
+    let (_member, pool) = rank(&control);
+    let fill = own(&pool, &key(1));
+    for how in ["one", "any"] {
+        let mut waiter = Proc::start("terminated", &shared, &["1".into(), how.into()]);
+        waiter.expect("waiting");
+        waiter.signal(Signal::TERM);
+        waiter.expect("Interrupted");
+        assert!(waiter.end().success());
+    }
+    let (_member, other) = rank(&control);
+    let waiter = wait(&other, &key(1));
+    let soon = Instant::now() + std::time::Duration::from_millis(20);
+    assert_eq!(waiter.wait(Some(soon)), WaitOutcome::Deadline);
+    assert!(Instant::now() >= soon);
+    drop((waiter, fill));
+    let seen = control.inspect();
+    assert_eq!((seen.problems.len(), seen.pools[0].pinned), (0, 0));
+}
+
 #[test]
 fn a08_a_failure_reaches_all_processes() {
     let (_control, shared) = cache(4);
