@@ -7,10 +7,10 @@
 #[cfg(not(ucm_loom))]
 use std::time::{Duration, Instant};
 
-use crate::event;
 #[cfg(not(ucm_loom))]
-use crate::failpoint::failpoint;
+use crate::event;
 use crate::{
+    failpoint::failpoint,
     key::Hashed,
     layout::{Bucket, Slot},
     member::{MemberInner, MemberState, MemberWord},
