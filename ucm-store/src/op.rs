@@ -166,6 +166,13 @@ impl Op {
         self.shard
     }
 
+    /// The same operation on another block: for backends that keep several name spaces in one.
+    #[must_use]
+    pub fn renamed(mut self, block: [u8; 16]) -> Self {
+        self.block = block;
+        self
+    }
+
     /// The memory to fill or to store.
     #[must_use]
     pub fn memory(&self) -> &IoMemory {

@@ -4,7 +4,7 @@
 //! else works on the copy.
 
 use std::{
-    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    alloc::{Layout, alloc_zeroed, dealloc},
     ptr::NonNull,
     sync::Arc,
 };
@@ -52,7 +52,9 @@ impl Pages {
             })?;
         // SAFETY: the layout has a non-zero size.
         let base = unsafe { alloc_zeroed(layout) };
-        let Some(base) = NonNull::new(base) else { handle_alloc_error(layout) };
+        let base = NonNull::new(base).ok_or_else(|| {
+            StoreError::new(ErrorKind::NoSpace, format!("no memory for a buffer of {len} bytes"))
+        })?;
         Ok(Self { base, layout })
     }
 

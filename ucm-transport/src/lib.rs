@@ -35,6 +35,7 @@ mod memory;
 mod plan;
 mod planner;
 mod region_table;
+mod share;
 mod sim;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -46,4 +47,5 @@ pub use memory::{Location, Memory, RegionId};
 pub use plan::{Addr, Hold, Transfer, TransferPlan};
 pub use planner::{Group, PlanLimits, Planned, RegionInfo, plan};
 pub use region_table::{Region, RegionLease, RegionTable, RegionView};
+pub use share::SharedEngine;
 pub use sim::{DeviceFault, DeviceRates, DeviceStats, SimDevice};

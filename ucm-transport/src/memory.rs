@@ -4,7 +4,7 @@
 //! processes may write it at any time, so it is never lent out as a Rust slice.
 
 use std::{
-    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    alloc::{Layout, alloc_zeroed, dealloc},
     any::Any,
     fmt,
     ptr::NonNull,
@@ -79,7 +79,8 @@ impl Memory {
     /// Allocates `len` zeroed bytes of host memory, aligned to 4096 bytes.
     ///
     /// # Errors
-    /// [`TransferError`] of kind `Invalid` if `len` is zero or too large for an allocation.
+    /// [`TransferError`] of kind `Invalid` if `len` is zero or too large for an allocation,
+    /// `Registration` if there is no memory.
     pub fn host(len: usize) -> Result<Self, TransferError> {
         let layout =
             Layout::from_size_align(len, 4096).ok().filter(|l| l.size() > 0).ok_or_else(|| {
@@ -87,7 +88,12 @@ impl Memory {
             })?;
         // SAFETY: the layout has a non-zero size.
         let raw = unsafe { alloc_zeroed(layout) };
-        let Some(ptr) = NonNull::new(raw) else { handle_alloc_error(layout) };
+        let ptr = NonNull::new(raw).ok_or_else(|| {
+            TransferError::new(
+                crate::ErrorKind::Registration,
+                format!("no memory for a region of {len} bytes"),
+            )
+        })?;
         Ok(Self {
             base: ptr,
             len,

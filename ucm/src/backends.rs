@@ -9,27 +9,122 @@ use ucm_store::{
     Op, Presence, StoreError,
 };
 
-use crate::{Config, DurabilityKind, Error, config::BackendKind};
+use crate::{Config, DurabilityKind, Error, PoolConfig, config::BackendKind};
 
-/// The backend that the configuration names.
-pub(crate) fn configured(config: &Config) -> Result<Arc<dyn Backend>, Error> {
+/// The backend of each pool. Objects of different pools never meet: a pool's name is part of what
+/// its backend compares.
+#[derive(Clone, Debug)]
+pub(crate) struct Backends(Vec<Arc<dyn Backend>>);
+
+impl Backends {
+    /// What the configuration names.
+    pub(crate) fn configured(config: &Config) -> Result<Self, Error> {
+        config.pool.iter().map(|pool| configured(config, pool)).collect::<Result<_, _>>().map(Self)
+    }
+
+    /// One backend of the caller's for all pools.
+    pub(crate) fn given(config: &Config, backend: Arc<dyn Backend>) -> Self {
+        if config.pool.len() == 1 {
+            return Self(vec![backend]);
+        }
+        let of_pool = |pool: &PoolConfig| -> Arc<dyn Backend> {
+            let key = *blake3::hash(pool.name.as_bytes()).as_bytes();
+            Arc::new(PoolBackend { inner: backend.clone(), key })
+        };
+        Self(config.pool.iter().map(of_pool).collect())
+    }
+
+    pub(crate) fn of_pool(&self, index: usize) -> Arc<dyn Backend> {
+        self.0.get(index).cloned().unwrap_or_else(|| Arc::new(Nothing))
+    }
+}
+
+fn configured(config: &Config, pool: &PoolConfig) -> Result<Arc<dyn Backend>, Error> {
     Ok(match config.backend.kind {
         BackendKind::None => Arc::new(Nothing),
         BackendKind::Memory => Arc::new(MemoryBackend::new()),
         BackendKind::File => {
-            let descriptor = config.namespace.identity().descriptor().to_vec();
             let durability = match config.backend.durability {
                 DurabilityKind::None => Durability::None,
                 DurabilityKind::Close => Durability::OnClose,
                 DurabilityKind::Fsync => Durability::Fsync,
             };
-            let mut file = FileConfig::new(&config.backend.dir, descriptor).durability(durability);
+            let mut file = FileConfig::new(&config.backend.dir, pool_descriptor(config, pool))
+                .durability(durability);
             if config.backend.threads != 0 {
                 file = file.threads(config.backend.threads);
             }
             Arc::new(FileBackend::open(file)?)
         }
     })
+}
+
+/// What determines the bytes of a pool's objects: the namespace and the pool.
+pub(crate) fn pool_descriptor(config: &Config, pool: &PoolConfig) -> Vec<u8> {
+    let mut descriptor = config.namespace.identity().descriptor().to_vec();
+    descriptor.extend_from_slice(b"pool\0");
+    descriptor.extend_from_slice(&pool.shard_bytes.to_le_bytes());
+    descriptor.extend_from_slice(&pool.shards_per_block.to_le_bytes());
+    descriptor.extend_from_slice(pool.name.as_bytes());
+    descriptor
+}
+
+/// One pool's part of a backend that serves several: block ids are derived from pool and block
+/// (keyed BLAKE3, as all identities).
+#[derive(Debug)]
+struct PoolBackend {
+    inner: Arc<dyn Backend>,
+    key: [u8; 32],
+}
+
+impl PoolBackend {
+    fn block(&self, block: &[u8; 16]) -> [u8; 16] {
+        let mut id = [0; 16];
+        for (to, from) in id.iter_mut().zip(blake3::keyed_hash(&self.key, block).as_bytes()) {
+            *to = *from;
+        }
+        id
+    }
+
+    fn ops(&self, ops: Vec<Op>) -> Vec<Op> {
+        ops.into_iter()
+            .map(|op| {
+                let block = self.block(op.block());
+                op.renamed(block)
+            })
+            .collect()
+    }
+
+    fn keys(&self, keys: &[([u8; 16], u32)]) -> Vec<([u8; 16], u32)> {
+        keys.iter().map(|(block, shard)| (self.block(block), *shard)).collect()
+    }
+}
+
+impl Backend for PoolBackend {
+    fn capabilities(&self) -> BackendCapabilities {
+        self.inner.capabilities()
+    }
+
+    fn load(&self, ops: Vec<Op>) {
+        self.inner.load(self.ops(ops));
+    }
+
+    fn dump(&self, ops: Vec<Op>) {
+        self.inner.dump(self.ops(ops));
+    }
+
+    fn contains(&self, keys: &[([u8; 16], u32)]) -> Vec<Presence> {
+        self.inner.contains(&self.keys(keys))
+    }
+
+    fn touch(&self, blocks: &[[u8; 16]]) -> Result<(), StoreError> {
+        let blocks: Vec<_> = blocks.iter().map(|block| self.block(block)).collect();
+        self.inner.touch(&blocks)
+    }
+
+    fn remove(&self, keys: &[([u8; 16], u32)]) -> Vec<Result<(), StoreError>> {
+        self.inner.remove(&self.keys(keys))
+    }
 }
 
 /// Below the cache there is nothing: every load is a miss, nothing can be stored.

@@ -13,6 +13,9 @@ use crate::Error;
 
 mod layers;
 
+/// Longest pool name.
+const MAX_NAME_BYTES: usize = 64;
+
 /// What a file's header has room for.
 const MAX_DESCRIPTOR_BYTES: usize = 4008;
 
@@ -377,7 +380,34 @@ impl Config {
                     .into(),
             );
         }
-        for pool in &self.pool {
+        if self.pool.len() > ucm_ctrl::MAX_POOLS {
+            return bad(format!(
+                "there are {} pools, at most {} are possible",
+                self.pool.len(),
+                ucm_ctrl::MAX_POOLS
+            ));
+        }
+        for (index, pool) in self.pool.iter().enumerate() {
+            if pool.name.is_empty() || pool.name.len() > MAX_NAME_BYTES {
+                return bad(format!(
+                    "pool.{index}.name is {:?}: it must have 1 to {MAX_NAME_BYTES} bytes",
+                    pool.name
+                ));
+            }
+            if self.pool.iter().take(index).any(|other| other.name == pool.name) {
+                return bad(format!(
+                    "two pools are named {:?}: names tell their objects apart",
+                    pool.name
+                ));
+            }
+            let descriptor = crate::backends::pool_descriptor(self, pool).len();
+            if descriptor > MAX_DESCRIPTOR_BYTES {
+                return bad(format!(
+                    "namespace and pool {:?} take {descriptor} bytes, at most {MAX_DESCRIPTOR_BYTES} can be stored \
+                     with an object",
+                    pool.name
+                ));
+            }
             if pool.shard_bytes == 0 {
                 return bad(format!(
                     "pool {:?}: shard_bytes is 0, it must be at least 1",
@@ -390,12 +420,6 @@ impl Config {
                     pool.name, pool.bytes, pool.shard_bytes
                 ));
             }
-        }
-        let descriptor = self.namespace.identity().descriptor().len();
-        if descriptor > MAX_DESCRIPTOR_BYTES {
-            return bad(format!(
-                "the namespace takes {descriptor} bytes, at most {MAX_DESCRIPTOR_BYTES} can be stored with an object"
-            ));
         }
         if self.backend.kind == BackendKind::File && self.backend.dir.as_os_str().is_empty() {
             return bad("backend.kind is \"file\" but backend.dir is empty".into());

@@ -72,7 +72,8 @@ fn layout_tag(config: &Config) -> LayoutTag {
         ));
     }
     let mut text = text.join("; ");
-    text.truncate(500);
+    let end = (0..=500.min(text.len())).rev().find(|end| text.is_char_boundary(*end));
+    text.truncate(end.unwrap_or(0));
     LayoutTag {
         protocol: PROTOCOL,
         layout_version: LAYOUT_VERSION,
@@ -275,7 +276,11 @@ impl StewardHooks for Hooks {
         }
     }
 
-    fn on_leave(&self, _seat: u16, _incarnation: Token) {}
+    fn on_leave(&self, seat: u16, incarnation: Token) {
+        // A member that leaves gives its record back first, and its seat last. If the record is
+        // still there, something kept it from doing so; nothing of it touches the memory any more.
+        self.on_death(seat, incarnation);
+    }
 }
 
 /// Holds the seat until the member record has been given back.

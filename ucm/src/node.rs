@@ -8,7 +8,9 @@ use ucm_ctrl::Inspection;
 use ucm_store::Backend;
 use ucm_transport::TransferEngine;
 
-use crate::{Config, Error, PoolConfig, Rank, Scheduler, instance, rank::RankParts};
+use crate::{
+    Config, Error, PoolConfig, Rank, Scheduler, backends::Backends, instance, rank::RankParts,
+};
 
 /// A node's cache as this process is configured to use it. Cheap to clone; thread-safe.
 #[derive(Clone, Debug)]
@@ -147,13 +149,15 @@ pub struct RankBuilder {
 }
 
 impl RankBuilder {
-    /// Backend below the cache, instead of the configured one.
+    /// Backend below the cache, instead of the configured one. With several pools it serves all of
+    /// them: block ids are then derived from pool and block, so that pools never meet in it.
     pub fn backend(mut self, backend: Arc<dyn Backend>) -> Self {
         self.backend = Some(backend);
         self
     }
 
-    /// Transfer engine, instead of the host engine.
+    /// Transfer engine, instead of the host engine. The rank takes all its completions: to share one
+    /// between ranks of a process, give each a lane of a [`SharedEngine`](ucm_transport::SharedEngine).
     pub fn engine(mut self, engine: Arc<dyn TransferEngine>) -> Self {
         self.engine = Some(engine);
         self
@@ -172,15 +176,15 @@ impl RankBuilder {
     /// `Environment` when memory, pages, permissions or time do not suffice, with what would help.
     pub fn start(self) -> Result<Rank, Error> {
         let config = &self.node.config;
-        let backend = match self.backend {
-            Some(backend) => backend,
-            None => crate::backends::configured(config)?,
+        let backends = match self.backend {
+            Some(backend) => Backends::given(config, backend),
+            None => Backends::configured(config)?,
         };
         let progress = self.progress;
         Rank::start(RankParts {
             config: config.clone(),
             device_id: self.device_id,
-            backend,
+            backends,
             engine: self.engine,
             progress: &|done, total| {
                 if let Some(progress) = &progress {

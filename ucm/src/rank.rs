@@ -2,7 +2,10 @@
 //!
 //! **Invariant:** the queues end before the mapping and the membership they work on.
 
-use std::sync::Arc;
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
 
 use ucm_ctrl::{BlockId, Identity, Inspection, Key, Member, MemberSpec, Pool, PoolId};
 use ucm_data::{Mapped, PeerWatch, RendezvousStats, WhenAbsent};
@@ -10,11 +13,11 @@ use ucm_queue::{
     DumpHandle, DumpRef, DumpTask, LoadQueue, QueueStats, Request, ShardRef, SlotMemory, Task,
     TaskHandle,
 };
-use ucm_store::Backend;
-use ucm_transport::{Addr, HostEngine, Memory, RegionId, TransferEngine};
+use ucm_transport::{Addr, HostEngine, Memory, RegionId, SharedEngine, TransferEngine};
 
 use crate::{
     Config, Error,
+    backends::Backends,
     instance::{self, Instance, Progress},
     slots::{Buffers, PoolSlots},
 };
@@ -22,7 +25,7 @@ use crate::{
 pub(crate) struct RankParts<'a> {
     pub(crate) config: Arc<Config>,
     pub(crate) device_id: u32,
-    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) backends: Backends,
     pub(crate) engine: Option<Arc<dyn TransferEngine>>,
     pub(crate) progress: &'a Progress<'a>,
 }
@@ -33,12 +36,13 @@ pub struct Rank {
     // Fields drop in this order: queues, then mappings, then the membership.
     lanes: Vec<Lane>,
     engine: Arc<dyn TransferEngine>,
-    backend: Arc<dyn Backend>,
+    backends: Backends,
     member: Member,
     watch: PeerWatch,
     created: bool,
     config: Arc<Config>,
     identity: Identity,
+    failed_touches: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -66,7 +70,7 @@ pub struct RankReport {
 
 impl Rank {
     pub(crate) fn start(parts: RankParts<'_>) -> Result<Self, Error> {
-        let RankParts { config, device_id, backend, engine, progress } = parts;
+        let RankParts { config, device_id, backends, engine, progress } = parts;
         let ranks = config.cache.ranks;
         let device = i32::try_from(device_id)
             .map_err(|_| Error::Config(format!("device id {device_id} is too large")))?;
@@ -77,8 +81,12 @@ impl Rank {
             Some(engine) => engine,
             None => Arc::new(HostEngine::builder().workers(config.queue.copy_threads).build()?),
         };
+        // Each queue takes all completions of its engine: several need a lane each.
+        let shared = (segments.len() > 1).then(|| SharedEngine::new(engine.clone()));
         let mut lanes = Vec::with_capacity(segments.len());
         for (index, segments) in segments.iter().enumerate() {
+            let engine = shared.as_ref().map_or_else(|| engine.clone(), SharedEngine::lane);
+            let backend = backends.of_pool(index);
             let mapped = segments.map()?;
             if config.cache.prefault {
                 let threads = std::thread::available_parallelism().map_or(1, |n| n.get().min(4));
@@ -105,7 +113,17 @@ impl Rank {
             lanes.push(Lane { queue: builder.start()?, pool, mapped });
         }
         let identity = config.namespace.identity();
-        Ok(Self { lanes, engine, backend, member, watch, created, config, identity })
+        Ok(Self {
+            lanes,
+            engine,
+            backends,
+            member,
+            watch,
+            created,
+            config,
+            identity,
+            failed_touches: AtomicU64::new(0),
+        })
     }
 
     /// Makes memory usable as destination and source: host memory here, device memory with a
@@ -187,14 +205,21 @@ impl Rank {
     /// `Fenced`. Failures of the backend are counted there.
     pub fn touch(&self, blocks: &[BlockId]) -> Result<usize, Error> {
         let mut touched = 0;
-        for lane in &self.lanes {
-            touched += lane.pool.touch(blocks)?;
-        }
         let raw: Vec<[u8; 16]> = blocks.iter().map(|block| block.0).collect();
-        if let Err(error) = self.backend.touch(&raw) {
-            tracing::debug!(%error, "the backend could not renew {} blocks", raw.len());
+        for (index, lane) in self.lanes.iter().enumerate() {
+            touched += lane.pool.touch(blocks)?;
+            if let Err(error) = self.backends.of_pool(index).touch(&raw) {
+                self.failed_touches.fetch_add(1, Ordering::Relaxed);
+                tracing::debug!(%error, "the backend could not renew {} blocks", raw.len());
+            }
         }
         Ok(touched)
+    }
+
+    /// Touches that a backend refused or failed, since the start.
+    #[must_use]
+    pub fn failed_touches(&self) -> u64 {
+        self.failed_touches.load(Ordering::Relaxed)
     }
 
     /// The control plane of a pool.
@@ -267,7 +292,7 @@ impl Rank {
                 .map(|lane| lane.mapped.geometry().degraded_bytes())
                 .collect(),
             engine: self.engine.name().into(),
-            backend: self.backend.capabilities().mode,
+            backend: self.backends.of_pool(0).capabilities().mode,
         }
     }
 
