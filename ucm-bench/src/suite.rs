@@ -5,7 +5,11 @@
 //! **Invariant:** a job that fails stops no other; what was measured is written in any case, and the
 //! exit code is that of the worst failure.
 
-use std::{fs, path::PathBuf};
+use std::{
+    fs,
+    io::{self, IsTerminal as _, Write as _},
+    path::PathBuf,
+};
 
 use crate::{
     cli::{Common, has_subcommand, judge, measure_line, print},
@@ -140,7 +144,12 @@ pub(crate) fn run(args: &Args, common: &Common) -> Result<(), BenchError> {
     let mut documents = Vec::new();
     let mut failures = Vec::new();
     for (number, job) in jobs.iter().enumerate() {
-        progress.label(&format!("suite {}/{}: {}", number + 1, jobs.len(), job.name));
+        let place = format!("suite {}/{}: {}", number + 1, jobs.len(), job.name);
+        progress.label(&place);
+        if !common.quiet && !io::stderr().is_terminal() {
+            // A log has no bar.
+            let _ = writeln!(io::stderr(), "{place}, about {} s", job.seconds(args.quick));
+        }
         if let Some(why) = job.missing(args.quick) {
             say(common, &format!("SKIP {}: {why}\n", job.name))?;
         } else {

@@ -14,7 +14,13 @@ fn results_are_written_and_printed() {
     let output = bench(&[&["suite", "--quick", "--out", &out][..], &jobs].concat());
     let all = text(&output);
     assert!(output.status.success(), "{all}");
-    for part in ["== replay-model", "== load-memory", "== trace-conversation", "SKIP trace-synth"] {
+    for part in [
+        "== replay-model",
+        "== load-memory",
+        "== trace-conversation",
+        "SKIP trace-synth",
+        "suite 2/4: load-memory",
+    ] {
         assert!(all.contains(part), "{part}: {all}");
     }
     let run: Value =
