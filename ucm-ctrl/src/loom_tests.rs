@@ -5,6 +5,34 @@
 //! as a race. A lost wake-up is a deadlock, which is reported as well.
 //!
 //! **Invariant:** every model fails when the step it guards is left out.
+//!
+//! Steps left out or swapped on purpose, and the model or test (T) that fails then:
+//!
+//! | broken | caught by |
+//! |---|---|
+//! | version not moved at the end of a fill; told before the state changes | `loom_w1_*`, `loom_bytes_*` |
+//! | waiter looks, then sets its flag | `loom_w1_*`, `loom_bytes_*` |
+//! | armed slots ring no doorbell | `loom_w4_*` |
+//! | publish without release | `loom_bytes_*`, `loom_hit_meets_evict` |
+//! | no look at the pins after a claim | `loom_a_pin_keeps_its_key`, `loom_two_threads_*` |
+//! | pin bit set after the count | `loom_two_threads_of_a_member_meet_a_claim` |
+//! | no look at the key after the pin | `loom_a_pin_keeps_its_key`, `loom_hit_meets_evict` |
+//! | no second look after "full" was set | `loom_c6_unpin_meets_full` |
+//! | "full" left by an unpin, a passing pin, a claim given back, a link | `loom_c6_*`, one each |
+//! | no look under the lock before a link | `loom_two_acquires_*`, `loom_p3_*` |
+//! | take-over by a plain store | `loom_takeover_*` |
+//! | chain version not moved | `loom_a_chain_changes_under_a_reader` |
+//! | fill with operations in flight fails instead of draining | `loom_quarantine_*` |
+//! | free slot taken though a late waiter pins it | `loom_a_draining_slot_*` |
+//! | second reaper not refused | `loom_the_seats_next_holder_is_left_alone` |
+//! | a claim keeps the generation; a dead member's claim stays | T `d1_a_claim_*` |
+//! | pinned slots age; the second lap leaves the hand | T `c5_model_*` |
+//! | a draining slot in its bucket counts as resident | T `a_draining_slot_still_linked_*` |
+//! | tag compared instead of the key | `loom_a_chain_*`, T `a60_*` |
+//! | last consumer rings no lease bell | T `s3_*`, `a09_*` |
+//! | a reaper tells only those whose flag still stands | T `d1_death_between_state_and_wake_*` |
+//! | a reaper leaves what the dead member was reaping | T `d1_a_reaper_that_dies_*` |
+//! | failure kinds outlive their key | T `failure_kinds_do_not_outlive_their_key` |
 
 #![expect(clippy::unwrap_used, reason = "a model may panic")]
 
