@@ -25,11 +25,15 @@ pub enum ErrorKind {
     Closed = 8,
     /// The queue could not be started.
     Start = 9,
+    /// The name of a staging buffer whose use is over.
+    Stale = 10,
+    /// Its deadline would pass before it could end; the prediction is in the message.
+    TooLate = 11,
 }
 
 impl ErrorKind {
     /// Number of kinds, for tables indexed by kind.
-    pub(crate) const COUNT: usize = 10;
+    pub(crate) const COUNT: usize = 12;
 }
 
 /// Error of every fallible call of this crate.

@@ -10,7 +10,6 @@
 #![forbid(unsafe_code)]
 
 mod admission;
-mod bounce;
 mod core;
 mod driver;
 mod dump;
@@ -23,6 +22,7 @@ mod outcome;
 mod queue;
 mod rearrange;
 mod regions;
+mod staging;
 mod task;
 #[cfg(feature = "testing")]
 pub mod testing;
@@ -34,4 +34,5 @@ pub use metrics::QueueStats;
 pub use outcome::{Outcome, TaskHandle};
 pub use queue::{Builder, LoadQueue};
 pub use rearrange::{Rearrange, rearrange};
+pub use staging::{BufferId, BufferRegistrar, StagingLayout, StagingLease, StagingPool};
 pub use task::{Deadline, Order, Request, ShardRef, Task};

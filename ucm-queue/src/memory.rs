@@ -9,7 +9,7 @@ use ucm_ctrl::SlotId;
 use ucm_store::IoMemory;
 use ucm_transport::Addr;
 
-/// Equal cells of memory: the slots of a cache pool, or a set of bounce buffers.
+/// Equal cells of memory: the slots of a cache pool, or the buffers of a staging pool.
 ///
 /// Implemented where the memory is mapped (that takes `unsafe`, which this crate forbids). The
 /// cells must be registered with the queue's engine before the queue starts, and stay so.
@@ -20,10 +20,18 @@ pub trait SlotMemory: Send + Sync + fmt::Debug {
     /// Bytes of one cell.
     fn slot_bytes(&self) -> u64;
 
-    /// First byte of a cell, as the engine knows it. `None` for an id out of range.
+    /// First byte of a cell, as the engine knows it. `None` for an id out of range, and for a cell the
+    /// engine cannot reach (its registration failed): such cells are copied by the processor, through
+    /// the staging pool.
     fn slot_addr(&self, slot: SlotId) -> Option<Addr>;
 
-    /// The first `len` bytes of a cell for a backend; `hold` is dropped with the value. `None` (and
-    /// `hold` dropped) for an id out of range or more bytes than a cell has.
-    fn io_memory(&self, slot: SlotId, len: u64, hold: Box<dyn Any + Send>) -> Option<IoMemory>;
+    /// `len` bytes at `offset` of a cell for a backend; `hold` is dropped with the value. `None` (and
+    /// `hold` dropped) for an id out of range or bytes that leave the cell.
+    fn io_memory(
+        &self,
+        slot: SlotId,
+        offset: u64,
+        len: u64,
+        hold: Box<dyn Any + Send>,
+    ) -> Option<IoMemory>;
 }

@@ -97,8 +97,18 @@ counters! {
     quarantine_bytes,
     /// Fills given up while their read was in flight.
     abandoned_fills,
-    /// Bounce buffers in use now.
-    bounce_in_use,
+    /// Staging buffers in use now.
+    staging_in_use,
+    /// Most staging buffers that were in use at once, of loads and dumps each, summed.
+    staging_in_use_max,
+    /// Times a task with a buffer left the next one to a task without.
+    staging_yields,
+    /// Shards copied by the processor because the engine cannot reach their slot.
+    staged_shards,
+    /// Staging pools that a backend or peer has registered.
+    staging_registered,
+    /// Most tasks that had reads in flight at once.
+    tasks_in_flight_max,
     /// Keys preallocated in the idle window.
     preallocated,
     /// Keys the idle window looked at without reserving a slot.

@@ -20,14 +20,17 @@ use ucm_transport::{Memory, RegionId, TransferEngine, TransferError};
 use crate::{
     DumpHandle, DumpTask, ErrorKind, Order, QueueError, QueueStats, SlotMemory, Task, TaskHandle,
     admission::Admission,
-    bounce::Bounce,
     core::{Core, Limits, Parts},
     driver::{Driver, Health, Vitals},
     inbox::{EngineWaker, Event, Inbox},
     metrics::Metrics,
     regions::Regions,
+    staging::{BufferRegistrar, StagingPool},
     task::Bounds,
 };
+
+/// Bytes a task reads in its turn if no staging buffer says how many.
+const TURN_BYTES: u64 = 8 << 20;
 
 /// Settings of a queue; made by [`LoadQueue::builder`].
 #[derive(Debug)]
@@ -44,7 +47,9 @@ pub struct Builder {
     backend_depth: Option<usize>,
     backend_bytes: u64,
     dump_depth: usize,
-    bounce: Option<(Arc<dyn SlotMemory>, u32)>,
+    staging: [Option<StagingPool>; 2],
+    registrar: Option<Arc<dyn BufferRegistrar>>,
+    tasks_in_flight: usize,
     max_tasks: u64,
     max_shards: u64,
     max_dump_bytes: u64,
@@ -85,11 +90,32 @@ impl Builder {
         self
     }
 
-    /// Buffers for shards that find the cache full: the first `for_dumps` cells of `buffers` serve
-    /// dumps, the others loads. Without buffers such shards fail as `NoSpace`, unless the queue
-    /// itself is about to release a slot.
-    pub fn bounce(mut self, buffers: Arc<dyn SlotMemory>, for_dumps: u32) -> Self {
-        self.bounce = Some((buffers, for_dumps));
+    /// Buffers for loads that find the cache full, or a slot that the engine cannot reach. Without
+    /// buffers such shards fail as `NoSpace`, unless the queue itself is about to release a slot,
+    /// or as `Unavailable`. A pool is of one queue.
+    pub fn staging(mut self, buffers: StagingPool) -> Self {
+        self.staging[0] = Some(buffers);
+        self
+    }
+
+    /// The same for dumps, which never take a buffer from loads.
+    pub fn dump_staging(mut self, buffers: StagingPool) -> Self {
+        self.staging[1] = Some(buffers);
+        self
+    }
+
+    /// Who is told of the staging buffers when the queue starts; what it says is counted as
+    /// `staging_registered`, and a refusal changes nothing else.
+    pub fn registrar(mut self, registrar: Arc<dyn BufferRegistrar>) -> Self {
+        self.registrar = Some(registrar);
+        self
+    }
+
+    /// Most load tasks with reads in flight, at least 1. Further tasks wait in line, first come
+    /// first; a task that has read a staging buffer's worth of bytes (without a pool: 8 MiB) goes
+    /// to the end of that line. No limit by default: then all tasks take turns shard by shard.
+    pub fn tasks_in_flight(mut self, tasks: usize) -> Self {
+        self.tasks_in_flight = tasks.max(1);
         self
     }
 
@@ -124,7 +150,7 @@ impl Builder {
     /// Starts the dispatcher.
     ///
     /// # Errors
-    /// `TooLarge` when the pool's shards do not fit into the slots or bounce buffers, `Start` when
+    /// `TooLarge` when the pool's shards do not fit into the slots or staging buffers, `Start` when
     /// the slot memory has fewer slots than the pool, or no thread can be made.
     pub fn start(self) -> Result<LoadQueue, QueueError> {
         let name = format!("ucm-queue-{}", self.rank);
@@ -157,23 +183,28 @@ impl Builder {
             backend_bytes: self.backend_bytes,
             dump_depth: self.dump_depth,
             ranks: self.ranks,
+            tasks_in_flight: self.tasks_in_flight,
+            turn_bytes: self.staging[0].as_ref().map_or(TURN_BYTES, StagingPool::buffer_bytes),
         };
-        let (load_bounce, dump_bounce) = match self.bounce {
-            Some((memory, for_dumps)) => {
-                let all = memory.slots();
-                let split = for_dumps.min(all);
-                (Bounce::new(memory.clone(), split..all), Bounce::new(memory, 0..split))
+        let staging = self.staging;
+        if let Some(registrar) = &self.registrar {
+            for pool in staging.iter().flatten() {
+                match pool.register(&**registrar) {
+                    Ok(()) => metrics.staging_registered.add(1),
+                    Err(reason) => {
+                        tracing::warn!(%reason, ?registrar, "staging buffers stay unregistered");
+                    }
+                }
             }
-            None => (Bounce::none(), Bounce::none()),
-        };
-        let bounces = [load_bounce.clone(), dump_bounce.clone()];
+        }
+        let [load_staging, dump_staging] = staging.clone();
         self.engine.set_waker(Some(Waker::from(Arc::new(EngineWaker(inbox.clone())))));
         let parts = Parts {
             limits,
             pool: self.pool,
             slots: self.slots,
-            load_bounce,
-            dump_bounce,
+            load_staging,
+            dump_staging,
             backend: self.backend,
             engine: self.engine.clone(),
             inbox: inbox.clone(),
@@ -184,7 +215,7 @@ impl Builder {
         let shared = Shared {
             bounds,
             regions: Regions::default(),
-            bounces,
+            staging,
             admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
             inbox,
             metrics,
@@ -214,16 +245,16 @@ impl Builder {
                 ),
             ));
         }
-        if let Some((buffers, _)) = &self.bounce
-            && buffers.slot_bytes() < shard_bytes
-        {
-            return Err(QueueError::new(
-                ErrorKind::TooLarge,
-                format!(
-                    "the pool's shards have {shard_bytes} bytes, the bounce buffers only {}",
-                    buffers.slot_bytes()
-                ),
-            ));
+        for pool in self.staging.iter().flatten() {
+            if pool.buffer_bytes() < shard_bytes {
+                return Err(QueueError::new(
+                    ErrorKind::TooLarge,
+                    format!(
+                        "the pool's shards have {shard_bytes} bytes, the staging buffers only {}",
+                        pool.buffer_bytes()
+                    ),
+                ));
+            }
         }
         Ok(Bounds {
             shard_bytes,
@@ -251,7 +282,7 @@ pub(crate) struct Shared {
     bounds: Bounds,
     regions: Regions,
     admission: Arc<Admission>,
-    bounces: [Bounce; 2],
+    staging: [Option<StagingPool>; 2],
     pub(crate) inbox: Arc<Inbox>,
     metrics: Arc<Metrics>,
     vitals: Arc<Vitals>,
@@ -281,7 +312,9 @@ impl LoadQueue {
             backend_depth: None,
             backend_bytes: u64::MAX,
             dump_depth: 4,
-            bounce: None,
+            staging: [None, None],
+            registrar: None,
+            tasks_in_flight: usize::MAX,
             max_tasks: 4096,
             max_shards: 1 << 20,
             max_dump_bytes: 1 << 30,
@@ -413,7 +446,10 @@ impl Shared {
     pub(crate) fn stats(&self) -> QueueStats {
         let mut stats = self.metrics.snapshot();
         stats.dump_bytes_in_flight = self.admission.dump_bytes_held();
-        stats.bounce_in_use = self.bounces.iter().map(Bounce::in_use).sum();
+        for pool in self.staging.iter().flatten() {
+            stats.staging_in_use += u64::from(pool.in_use());
+            stats.staging_in_use_max += u64::from(pool.in_use_max());
+        }
         stats
     }
 

@@ -90,6 +90,8 @@ pub(crate) struct Unit {
     pub(crate) state: UnitState,
     /// Whether the one retry after a filler's failure is used up.
     pub(crate) retried: bool,
+    /// Whether this queue reads it, or has read it.
+    pub(crate) ours: bool,
 }
 
 /// Where a unit is.
@@ -153,6 +155,8 @@ pub(crate) struct Prepared {
     /// (block, s + 1) of each block, for the idle window.
     pub(crate) next_keys: Vec<Key>,
     pub(crate) admitted: Instant,
+    /// The task that must have nothing more to claim before this one claims anything.
+    pub(crate) after: Option<u64>,
     /// Given back before the last request ends.
     pub(crate) share: Option<Share>,
 }
@@ -216,6 +220,7 @@ impl Task {
             order,
             next_keys,
             admitted: now,
+            after: None,
             share: Some(share),
         };
         Ok((Box::new(prepared), handle))
@@ -327,6 +332,7 @@ impl Builder {
             dsts: 0..0,
             state: UnitState::Unresolved,
             retried: false,
+            ours: false,
         });
         if bounds.shards_per_block > 1 {
             let next = self.next.entry(key.block).or_insert(key.shard);

@@ -115,6 +115,9 @@ impl Drop for SimQueue {
 
 impl std::fmt::Debug for SimQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SimQueue").field("stats", &self.stats()).finish_non_exhaustive()
+        f.debug_struct("SimQueue")
+            .field("core", &self.core.describe())
+            .field("stats", &self.stats())
+            .finish_non_exhaustive()
     }
 }

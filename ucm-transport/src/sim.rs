@@ -150,6 +150,12 @@ impl SimDevice {
         self.shared.changed.notify_all();
     }
 
+    /// Forgets the faults still to come, and ends the stalls.
+    pub fn heal(&self) {
+        self.shared.lock().faults.clear();
+        self.resume();
+    }
+
     /// Plans that stall now.
     #[must_use]
     pub fn stalled(&self) -> usize {

@@ -134,8 +134,15 @@ pub struct QueueConfig {
     pub dump_depth: usize,
     /// Threads that copy between slots and destinations; 0 copies in the dispatcher's thread.
     pub copy_threads: usize,
-    /// Buffers for shards that find the cache full, per rank.
-    pub bounce_buffers: u32,
+    /// Bytes of staging buffers per rank and pool, for shards that find the cache full or a slot that
+    /// the engine cannot reach; at least four shards, and 0 does without. A quarter serves dumps.
+    pub staging_bytes: u64,
+    /// Number of staging buffers; 0 derives it from `staging_bytes`.
+    pub staging_buffers: u32,
+    /// Bytes of a staging buffer; 0 derives it from `staging_bytes`.
+    pub staging_buffer_bytes: u64,
+    /// Load tasks with reads in flight per rank and pool; 0 is no limit.
+    pub tasks_in_flight: usize,
     /// Bytes of dumps that may be on their way at once, per rank.
     pub max_dump_bytes: u64,
     /// How long closing waits for operations in flight, in milliseconds.
@@ -150,7 +157,10 @@ impl Default for QueueConfig {
             backend_depth: 0,
             dump_depth: 4,
             copy_threads: 0,
-            bounce_buffers: 8,
+            staging_bytes: 64 << 20,
+            staging_buffers: 0,
+            staging_buffer_bytes: 0,
+            tasks_in_flight: 0,
             max_dump_bytes: 1 << 30,
             close_timeout_ms: 5_000,
             order: OrderKind::Rotated,

@@ -10,8 +10,8 @@ use std::sync::{
 use ucm_ctrl::{BlockId, Identity, Inspection, Key, Member, MemberSpec, Pool, PoolId};
 use ucm_data::{Mapped, PeerWatch, RendezvousStats, WhenAbsent};
 use ucm_queue::{
-    DumpHandle, DumpRef, DumpTask, LoadQueue, QueueStats, Request, ShardRef, SlotMemory, Task,
-    TaskHandle,
+    Builder, DumpHandle, DumpRef, DumpTask, LoadQueue, QueueStats, Request, ShardRef,
+    StagingLayout, StagingPool, Task, TaskHandle,
 };
 use ucm_transport::{Addr, HostEngine, Memory, RegionId, SharedEngine, TransferEngine};
 
@@ -50,6 +50,7 @@ struct Lane {
     queue: LoadQueue,
     pool: Pool,
     mapped: Arc<Mapped>,
+    unreachable_bytes: u64,
 }
 
 /// What a rank runs on, for reports: nothing degrades silently.
@@ -62,6 +63,8 @@ pub struct RankReport {
     pub pages: Vec<String>,
     /// Bytes of each pool that lie on a smaller page tier than asked for.
     pub degraded_bytes: Vec<u64>,
+    /// Bytes of each pool that the engine could not register; copied by the processor.
+    pub unreachable_bytes: Vec<u64>,
     /// Transfer engine.
     pub engine: String,
     /// Mode of the backend.
@@ -93,8 +96,8 @@ impl Rank {
                 mapped.prefault(threads, progress)?;
             }
             let pool = member.pool(PoolId(u8::try_from(index).unwrap_or(u8::MAX)))?;
-            let slots: Arc<dyn SlotMemory> =
-                Arc::new(PoolSlots::register(mapped.clone(), engine.clone())?);
+            let slots = Arc::new(PoolSlots::register(mapped.clone(), engine.clone())?);
+            let unreachable_bytes = slots.unreachable_bytes();
             let mut builder =
                 LoadQueue::builder(&member, &pool, slots, backend.clone(), engine.clone())
                     .rank(device_id % ranks, ranks)
@@ -105,12 +108,11 @@ impl Rank {
             if config.queue.backend_depth != 0 {
                 builder = builder.backend_depth(config.queue.backend_depth);
             }
-            if config.queue.bounce_buffers != 0 {
-                let count = config.queue.bounce_buffers;
-                let buffers = Buffers::new(count, pool.shard_bytes(), engine.clone())?;
-                builder = builder.bounce(Arc::new(buffers), count / 4);
+            if config.queue.tasks_in_flight != 0 {
+                builder = builder.tasks_in_flight(config.queue.tasks_in_flight);
             }
-            lanes.push(Lane { queue: builder.start()?, pool, mapped });
+            builder = staging(builder, &config, &pool, &engine)?;
+            lanes.push(Lane { queue: builder.start()?, pool, mapped, unreachable_bytes });
         }
         let identity = config.namespace.identity();
         Ok(Self {
@@ -291,6 +293,7 @@ impl Rank {
                 .iter()
                 .map(|lane| lane.mapped.geometry().degraded_bytes())
                 .collect(),
+            unreachable_bytes: self.lanes.iter().map(|lane| lane.unreachable_bytes).collect(),
             engine: self.engine.name().into(),
             backend: self.backends.of_pool(0).capabilities().mode,
         }
@@ -305,4 +308,32 @@ impl Rank {
             )))
         })
     }
+}
+
+/// Gives a queue its staging buffers: three quarters for loads, a quarter for dumps.
+fn staging(
+    builder: Builder,
+    config: &Config,
+    pool: &Pool,
+    engine: &Arc<dyn TransferEngine>,
+) -> Result<Builder, Error> {
+    let queue = &config.queue;
+    if queue.staging_bytes == 0 {
+        return Ok(builder);
+    }
+    let given = |value: u64| (value != 0).then_some(value);
+    let depth = (queue.staging_buffers != 0).then_some(queue.staging_buffers);
+    let size = given(queue.staging_buffer_bytes);
+    let shard = pool.shard_bytes();
+    // Shards may be larger than anybody who wrote the default had in mind.
+    let budget = queue.staging_bytes.max(shard.saturating_mul(4));
+    let layout = StagingLayout::for_budget(budget, 1, shard, size, depth)?;
+    let buffers = Buffers::new(layout.depth, layout.buffer_bytes, engine.clone())?;
+    let buffers = Arc::new(buffers);
+    let for_dumps = layout.depth / 4;
+    let mut builder = builder.staging(StagingPool::new(buffers.clone(), for_dumps..layout.depth)?);
+    if for_dumps > 0 {
+        builder = builder.dump_staging(StagingPool::new(buffers, 0..for_dumps)?);
+    }
+    Ok(builder)
 }

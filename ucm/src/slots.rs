@@ -8,7 +8,7 @@ use ucm_ctrl::SlotId;
 use ucm_data::Mapped;
 use ucm_queue::SlotMemory;
 use ucm_store::IoMemory;
-use ucm_transport::{Addr, Location, Memory, RegionId, TransferEngine};
+use ucm_transport::{Addr, ErrorKind, Location, Memory, RegionId, TransferEngine};
 
 use crate::Error;
 
@@ -17,7 +17,8 @@ use crate::Error;
 pub(crate) struct PoolSlots {
     mapped: Arc<Mapped>,
     engine: Arc<dyn TransferEngine>,
-    regions: Vec<RegionId>,
+    /// `None` for a segment that the engine could not register.
+    regions: Vec<Option<RegionId>>,
 }
 
 impl PoolSlots {
@@ -37,15 +38,35 @@ impl PoolSlots {
             // this process makes no references to its bytes.
             let memory = unsafe { Memory::from_raw(base, len, Location::Host, keep) };
             // On failure the regions registered so far go with `slots`.
-            let region = slots.engine.register(memory)?;
-            slots.regions.push(region);
+            match slots.engine.register(memory) {
+                Ok(region) => slots.regions.push(Some(region)),
+                Err(error) if error.kind() == ErrorKind::Registration => {
+                    // Not a reason to do without the cache, but one to be slower, and to say so.
+                    tracing::warn!(%error, segment = index, bytes = len, "not reachable by the engine");
+                    slots.regions.push(None);
+                }
+                Err(error) => return Err(error.into()),
+            }
         }
         Ok(slots)
     }
 
-    fn range(&self, slot: SlotId, len: u64) -> Option<(NonNull<u8>, usize)> {
-        let len = usize::try_from(len).ok().filter(|len| *len as u64 <= self.slot_bytes())?;
-        Some((self.mapped.slot_ptr(slot.0)?, len))
+    fn range(&self, slot: SlotId, offset: u64, len: u64) -> Option<(NonNull<u8>, usize)> {
+        if offset.checked_add(len)? > self.slot_bytes() {
+            return None;
+        }
+        let base = self.mapped.slot_ptr(slot.0)?;
+        // SAFETY: the offset lies in the slot, which lies in the mapping.
+        let base = unsafe { base.add(usize::try_from(offset).ok()?) };
+        Some((base, usize::try_from(len).ok()?))
+    }
+
+    /// Bytes of the pool that the engine cannot reach: they are copied by the processor.
+    pub(crate) fn unreachable_bytes(&self) -> u64 {
+        let lost = self.regions.iter().enumerate().filter(|(_, region)| region.is_none());
+        lost.filter_map(|(index, _)| self.mapped.segment_range(u32::try_from(index).ok()?))
+            .map(|(_, len)| len as u64)
+            .sum()
     }
 }
 
@@ -61,11 +82,17 @@ impl SlotMemory for PoolSlots {
     fn slot_addr(&self, slot: SlotId) -> Option<Addr> {
         let at = self.mapped.slot(slot.0)?;
         let region = self.regions.get(usize::try_from(at.segment).ok()?)?;
-        Some(Addr { region: *region, offset: at.offset })
+        Some(Addr { region: (*region)?, offset: at.offset })
     }
 
-    fn io_memory(&self, slot: SlotId, len: u64, hold: Box<dyn Any + Send>) -> Option<IoMemory> {
-        let (base, len) = self.range(slot, len)?;
+    fn io_memory(
+        &self,
+        slot: SlotId,
+        offset: u64,
+        len: u64,
+        hold: Box<dyn Any + Send>,
+    ) -> Option<IoMemory> {
+        let (base, len) = self.range(slot, offset, len)?;
         let hold = Box::new((hold, self.mapped.clone()));
         // SAFETY: the slot lies in the mapping, which lives as long as the hold; this process makes
         // no references to its bytes.
@@ -75,7 +102,7 @@ impl SlotMemory for PoolSlots {
 
 impl Drop for PoolSlots {
     fn drop(&mut self) {
-        for region in &self.regions {
+        for region in self.regions.iter().flatten() {
             // Busy regions stay with the engine, which keeps the mapping alive for them.
             if let Err(error) = self.engine.deregister(*region) {
                 tracing::debug!(%error, "a region of the cache stays registered");
@@ -84,7 +111,7 @@ impl Drop for PoolSlots {
     }
 }
 
-/// Equal buffers in this process's own memory, for shards that find the cache full.
+/// Equal buffers in this process's own memory: what a staging pool is made of.
 #[derive(Debug)]
 pub(crate) struct Buffers {
     memory: Memory,
@@ -102,7 +129,9 @@ impl Buffers {
         engine: Arc<dyn TransferEngine>,
     ) -> Result<Self, Error> {
         let too_large = || {
-            Error::Config(format!("{count} bounce buffers of {bytes} bytes do not fit into memory"))
+            Error::Config(format!(
+                "{count} staging buffers of {bytes} bytes do not fit into memory"
+            ))
         };
         let stride = usize::try_from(bytes)
             .ok()
@@ -138,9 +167,18 @@ impl SlotMemory for Buffers {
         Some(Addr { region: self.region, offset: self.offset(cell)? as u64 })
     }
 
-    fn io_memory(&self, cell: SlotId, len: u64, hold: Box<dyn Any + Send>) -> Option<IoMemory> {
-        let offset = self.offset(cell)?;
-        let len = usize::try_from(len).ok().filter(|len| *len as u64 <= self.bytes)?;
+    fn io_memory(
+        &self,
+        cell: SlotId,
+        offset: u64,
+        len: u64,
+        hold: Box<dyn Any + Send>,
+    ) -> Option<IoMemory> {
+        if offset.checked_add(len)? > self.bytes {
+            return None;
+        }
+        let offset = self.offset(cell)?.checked_add(usize::try_from(offset).ok()?)?;
+        let len = usize::try_from(len).ok()?;
         // SAFETY: the cell lies inside the allocation of `count` strides.
         let base = unsafe { self.memory.as_ptr().add(offset) };
         let hold = Box::new((hold, self.memory.clone()));
@@ -152,7 +190,7 @@ impl SlotMemory for Buffers {
 impl Drop for Buffers {
     fn drop(&mut self) {
         if let Err(error) = self.engine.deregister(self.region) {
-            tracing::debug!(%error, "the bounce buffers stay registered");
+            tracing::debug!(%error, "the staging buffers stay registered");
         }
     }
 }

@@ -17,14 +17,13 @@ use ucm_transport::{
 };
 
 use crate::{
-    bounce::Lease,
     dump::DumpItem,
     inbox::{Event, Inbox},
     outcome::CopyGuard,
     task::UnitState,
 };
 
-use super::{Core, load::Origin};
+use super::{Core, LoadTask, load::Origin, stage::Room};
 
 const PLAN_ITEMS: usize = 64;
 const PLAN_BYTES: u64 = 8 << 20;
@@ -36,7 +35,7 @@ const SNAP_PLANS: usize = 4;
 /// What a load's bytes are copied from.
 pub(super) enum Source {
     Slot(Pin),
-    Bounce(Lease),
+    Staged(Room),
 }
 
 /// One unit on its way to its destinations.
@@ -69,7 +68,13 @@ pub(super) enum SnapInto {
         token: IoToken,
         fill: Fill,
     },
-    Bounce(Lease),
+    /// A slot that the engine cannot reach: the processor copies the second half of the way.
+    Through {
+        token: IoToken,
+        fill: Fill,
+        room: Room,
+    },
+    Staged(Room),
 }
 
 enum Work {
@@ -140,6 +145,11 @@ impl Copier {
             && self.snaps_in_flight == 0
     }
 
+    #[cfg(feature = "testing")]
+    pub(super) fn describe(&self) -> (usize, usize, usize, usize) {
+        (self.loads.len(), self.snaps.len(), self.loads_in_flight, self.snaps_in_flight)
+    }
+
     fn push_load(&mut self, job: Job) {
         self.load_bytes += job.len;
         self.loads.push_back(job);
@@ -166,9 +176,13 @@ impl Core {
     /// The bytes of a unit are here: queue the copies to its destinations.
     pub(super) fn copy_in(&mut self, id: u64, unit: u32, source: Source, origin: Origin) {
         self.step();
-        let from = match &source {
-            Source::Slot(pin) => self.parts.slots.slot_addr(pin.slot()),
-            Source::Bounce(lease) => lease.addr(),
+        let Some(len) = self.unit_mut(id, unit).map(|unit| unit.len) else { return };
+        let (from, source) = match source {
+            Source::Slot(pin) => match self.parts.slots.slot_addr(pin.slot()) {
+                Some(from) => (Some(from), Source::Slot(pin)),
+                None => return self.stage_slot(id, unit, pin, origin),
+            },
+            Source::Staged(room) => (room.addr(len), Source::Staged(room)),
         };
         let Some(mut task) = self.tasks.remove(&id) else { return };
         let job = task.prepared.units.get_mut(unit as usize).and_then(|state| {
@@ -178,7 +192,7 @@ impl Core {
             }
             state.state = UnitState::Copying;
             let dsts = state.dsts.clone();
-            let (len, planned) = (state.len, dsts.start);
+            let planned = dsts.start;
             Some(Job { task: id, unit, origin, source, from, len, dsts, planned, alone: false })
         });
         let queued = job.is_some();
@@ -250,14 +264,33 @@ impl Core {
 
     /// Drops the queued copies that no live request wants.
     pub(super) fn drop_unwanted_copies(&mut self) {
-        let Self { copier, tasks, .. } = self;
+        let mut dropped = Vec::new();
+        let Self { copier, tasks, unreachable, .. } = self;
+        let mut wants = |id: u64, unit: u32| {
+            let task: Option<&Box<LoadTask>> = tasks.get(&id);
+            let wanted = task.is_some_and(|task| task.is_wanted(unit));
+            if !wanted {
+                dropped.push((id, unit));
+            }
+            wanted
+        };
+        unreachable.retain(|staged| wants(staged.task, staged.unit));
         copier.loads.retain(|job| {
-            let wanted = tasks.get(&job.task).is_some_and(|task| task.is_wanted(job.unit));
+            let wanted = wants(job.task, job.unit);
             if !wanted {
                 copier.load_bytes -= job.len;
             }
             wanted
         });
+        for (id, unit) in dropped {
+            if let Some(task) = self.tasks.get_mut(&id)
+                && let Some(unit) = task.prepared.units.get_mut(unit as usize)
+            {
+                unit.state = UnitState::Done;
+                task.busy -= usize::from(std::mem::take(&mut unit.ours));
+            }
+            self.leave_if_done(id);
+        }
     }
 
     /// Takes queued load copies for one plan.

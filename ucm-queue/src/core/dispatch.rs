@@ -39,7 +39,7 @@ pub(super) enum Walk {
     Started,
     /// Nothing is left to claim.
     Exhausted,
-    /// The cache is full and no bounce buffer is free.
+    /// The cache is full and no staging buffer is to be had.
     Blocked,
 }
 
@@ -59,30 +59,116 @@ impl Core {
                 Err(error) => self.cache_failed(id, unit, &error),
             }
         }
-        if let Some(task) = self.tasks.get_mut(&id)
-            && unresolved
-        {
-            task.queued = true;
-            self.runnable.push_back(id);
+        if unresolved {
+            self.queue_up(id);
+        }
+    }
+
+    /// Puts a task with shards to claim into the line, behind the task it follows.
+    fn queue_up(&mut self, id: u64) {
+        let Some(task) = self.tasks.get(&id) else { return };
+        let after = task.prepared.after.filter(|before| {
+            self.tasks.get(before).is_some_and(|before| before.queued || before.follows)
+        });
+        let Some(task) = self.tasks.get_mut(&id) else { return };
+        match after {
+            Some(before) => {
+                task.follows = true;
+                self.followers.insert(before, id);
+            }
+            None => {
+                task.follows = false;
+                task.queued = true;
+                self.line.push_back(id);
+                self.admit_from_line();
+            }
+        }
+    }
+
+    /// A task has nothing more to claim: the one that follows may begin.
+    pub(super) fn let_follow(&mut self, id: u64) {
+        if let Some(next) = self.followers.remove(&id) {
+            self.queue_up(next);
         }
     }
 
     /// Starts reads while more may be in flight, one task after the other.
     pub(super) fn dispatch(&mut self) {
-        while self.can_start() {
+        self.admit_from_line();
+        // Tasks that cannot go on now keep their order: after a whole round of them it is as before.
+        let mut blocked = 0;
+        while self.can_start() && blocked < self.runnable.len() {
             let Some(id) = self.runnable.pop_front() else { return };
-            match self.walk(id) {
-                Walk::Started => self.runnable.push_back(id),
+            let turn_over = self.is_turn_over(id);
+            if turn_over && self.tasks.get(&id).is_some_and(|task| task.busy == 0) {
+                self.leave_flight(id);
+                self.line.push_back(id);
+                self.admit_from_line();
+                blocked = 0;
+                continue;
+            }
+            let walk = if turn_over { Walk::Blocked } else { self.walk(id) };
+            match walk {
+                Walk::Started => {
+                    self.runnable.push_back(id);
+                    blocked = 0;
+                }
                 Walk::Exhausted => {
                     if let Some(task) = self.tasks.get_mut(&id) {
                         task.queued = false;
+                        task.starved = false;
+                        task.part = None;
                     }
+                    self.leave_if_done(id);
+                    self.let_follow(id);
                 }
                 Walk::Blocked => {
-                    self.runnable.push_front(id);
-                    return;
+                    self.runnable.push_back(id);
+                    blocked += 1;
                 }
             }
+        }
+    }
+
+    /// Whether a task in flight has had its turn while others wait in line.
+    fn is_turn_over(&mut self, id: u64) -> bool {
+        let most = self.parts.limits.turn_bytes;
+        let waiting = !self.line.is_empty();
+        self.tasks.get_mut(&id).is_some_and(|task| {
+            if !waiting && task.turn_bytes >= most {
+                task.turn_bytes = 0;
+            }
+            task.turn_bytes >= most
+        })
+    }
+
+    /// Lets tasks from the line into flight, first come first, as far as the limit goes.
+    pub(super) fn admit_from_line(&mut self) {
+        while self.in_flight < self.parts.limits.tasks_in_flight {
+            let Some(id) = self.line.pop_front() else { return };
+            let Some(task) = self.tasks.get_mut(&id) else { continue };
+            task.in_flight = true;
+            task.turn_bytes = 0;
+            self.in_flight += 1;
+            self.runnable.push_back(id);
+            self.parts.metrics.tasks_in_flight_max.raise_to(self.in_flight as u64);
+        }
+    }
+
+    /// A task is no longer among those in flight.
+    pub(super) fn leave_flight(&mut self, id: u64) {
+        let Some(task) = self.tasks.get_mut(&id) else { return };
+        task.part = None;
+        if std::mem::take(&mut task.in_flight) {
+            self.in_flight -= 1;
+        }
+    }
+
+    /// The same, if nothing more is to come of it.
+    pub(super) fn leave_if_done(&mut self, id: u64) {
+        if self.tasks.get(&id).is_some_and(|task| task.busy == 0 && !task.queued) {
+            self.leave_flight(id);
+            self.admit_from_line();
         }
     }
 
@@ -140,11 +226,17 @@ impl Core {
             Ok(Acquired::Waiter(waiter)) => self.wait_for(id, unit, waiter),
             Ok(Acquired::Owner(fill)) => return self.read_into_slot(id, unit, fill),
             Ok(Acquired::Full) => {
-                if let Some(lease) = self.parts.load_bounce.try_acquire() {
-                    return self.read_around(id, unit, lease);
+                if self.parts.load_staging.is_some() {
+                    let Some(len) = self.unit_mut(id, unit).map(|unit| unit.len) else {
+                        return Walk::Exhausted;
+                    };
+                    return match self.room(id, len) {
+                        Some(room) => self.read_around(id, unit, room),
+                        None => Walk::Blocked,
+                    };
                 }
-                // Our own pins or buffers come back by themselves; others' may never.
-                if self.parts.load_bounce.exists() || self.holds_slots() {
+                // Our own pins come back by themselves; others' may never.
+                if self.holds_slots() {
                     return Walk::Blocked;
                 }
                 self.unit_ended(id, unit, Err(FailKind::NoSpace));

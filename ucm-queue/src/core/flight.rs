@@ -11,13 +11,14 @@ use std::{
 use ucm_ctrl::{FailKind, Fill, PublishError};
 use ucm_store::{Completed, ErrorKind, IoMemory, Op, StoreError};
 
-use crate::{bounce::Lease, dump::DumpItem, task::UnitState};
+use crate::{dump::DumpItem, task::UnitState};
 
 use super::{
     Core,
     copy::Source,
     dispatch::Walk,
     load::{Early, Origin},
+    stage::Room,
 };
 
 /// One operation the backend has.
@@ -38,7 +39,7 @@ enum What {
 
 enum Into {
     Slot(Fill),
-    Bounce(Lease),
+    Staged(Room),
 }
 
 impl Core {
@@ -48,7 +49,7 @@ impl Core {
             return Walk::Exhausted;
         };
         let hold = Box::new(fill.start_io());
-        let Some(memory) = self.parts.slots.io_memory(fill.slot(), len, hold) else {
+        let Some(memory) = self.parts.slots.io_memory(fill.slot(), 0, len, hold) else {
             fill.fail(FailKind::Other);
             self.unit_ended(task, unit, Err(FailKind::Other));
             return Walk::Exhausted;
@@ -58,15 +59,15 @@ impl Core {
     }
 
     /// Starts to read a unit around the cache.
-    pub(super) fn read_around(&mut self, task: u64, unit: u32, lease: Lease) -> Walk {
+    pub(super) fn read_around(&mut self, task: u64, unit: u32, room: Room) -> Walk {
         let Some(len) = self.unit_mut(task, unit).map(|unit| unit.len) else {
             return Walk::Exhausted;
         };
-        let Some(memory) = lease.io_memory(len) else {
+        let Some(memory) = room.io_memory(len) else {
             self.unit_ended(task, unit, Err(FailKind::Other));
             return Walk::Exhausted;
         };
-        self.start_load(task, unit, len, memory, Into::Bounce(lease));
+        self.start_load(task, unit, len, memory, Into::Staged(room));
         Walk::Started
     }
 
@@ -74,7 +75,12 @@ impl Core {
         let token = self.next_token();
         let Some(state) = self.unit_mut(task, unit) else { return };
         state.state = UnitState::Reading(token);
+        state.ours = true;
         let key = state.key;
+        if let Some(task) = self.tasks.get_mut(&task) {
+            task.busy += 1;
+            task.turn_bytes = task.turn_bytes.saturating_add(len);
+        }
         let sink = self.sink.clone();
         self.load_ops.push(Op::new(key.block.0, key.shard, token, memory, sink));
         let what = What::Load { task, unit, into, orphan: false };
@@ -172,10 +178,10 @@ impl Core {
                 fill.fail(kind);
                 self.unit_ended(task, unit, Err(kind));
             }
-            (Into::Bounce(lease), Ok(())) => {
-                self.copy_in(task, unit, Source::Bounce(lease), Origin::Bypass);
+            (Into::Staged(room), Ok(())) => {
+                self.copy_in(task, unit, Source::Staged(room), Origin::Bypass);
             }
-            (Into::Bounce(_), Err(kind)) => self.unit_ended(task, unit, Err(kind)),
+            (Into::Staged(_), Err(kind)) => self.unit_ended(task, unit, Err(kind)),
         }
     }
 
@@ -199,7 +205,7 @@ impl Core {
                 self.parts.metrics.abandoned_fills.add(1);
             }
             // The operation's memory keeps the buffer.
-            (Into::Bounce(_), _) => {}
+            (Into::Staged(_), _) => {}
         }
         self.parts.metrics.quarantine_loads.add(1);
         self.parts.metrics.quarantine_bytes.add(len);

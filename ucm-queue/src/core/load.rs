@@ -3,7 +3,7 @@
 //! **Invariant:** a unit ends once and is counted once in each of its requests; a request ends when
 //! its last unit has, or earlier by deadline or cancellation, and then keeps its outcome.
 
-use std::{cmp::Reverse, time::Instant};
+use std::{cmp::Reverse, sync::Arc, time::Instant};
 
 use ucm_ctrl::FailKind;
 
@@ -49,6 +49,13 @@ impl Core {
             unsent: prepared.units.len(),
             open_requests: prepared.reqs.len(),
             queued: false,
+            follows: false,
+            in_flight: false,
+            busy: 0,
+            turn_bytes: 0,
+            part: None,
+            rooms: Arc::default(),
+            starved: false,
             prepared: *prepared,
         });
         for (index, request) in (0_u32..).zip(&task.prepared.reqs) {
@@ -78,6 +85,7 @@ impl Core {
 
     /// A unit has ended, with its bytes in all live destinations or without.
     pub(super) fn unit_ended(&mut self, task_id: u64, unit: u32, result: Result<Origin, FailKind>) {
+        self.freed = true;
         let Some(mut task) = self.tasks.remove(&task_id) else { return };
         let unit_len = self.finish_unit(&mut task, unit);
         if let Some(len) = unit_len {
@@ -120,6 +128,9 @@ impl Core {
             return None;
         }
         let len = unit.len;
+        if std::mem::take(&mut unit.ours) {
+            task.busy -= 1;
+        }
         if old != UnitState::Copying {
             self.sent(task);
         }
@@ -177,11 +188,22 @@ impl Core {
 
     /// Puts a task back unless all its requests have ended.
     pub(super) fn keep(&mut self, id: u64, task: Box<LoadTask>) {
-        if task.open_requests > 0 {
-            self.tasks.insert(id, task);
-        } else if task.queued {
-            self.runnable.retain(|runnable| *runnable != id);
+        let done = task.open_requests == 0;
+        let queued = task.queued;
+        // Even a task that is over goes through the table once more, to be taken out in full.
+        self.tasks.insert(id, task);
+        if !done {
+            self.leave_if_done(id);
+            return;
         }
+        if queued {
+            self.runnable.retain(|runnable| *runnable != id);
+            self.line.retain(|waiting| *waiting != id);
+        }
+        self.leave_flight(id);
+        self.tasks.remove(&id);
+        self.let_follow(id);
+        self.admit_from_line();
     }
 
     /// Ends all requests of a task.
@@ -272,6 +294,9 @@ impl Core {
                 UnitState::Reading(token) => self.orphan(token, why),
             }
             unit.state = UnitState::Done;
+            if std::mem::take(&mut unit.ours) {
+                task.busy -= 1;
+            }
             // Not `sent`: what nobody wants any more is no reason to prepare for more of it.
             task.unsent = task.unsent.saturating_sub(1);
         }

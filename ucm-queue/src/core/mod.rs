@@ -10,6 +10,7 @@ pub(crate) mod copy;
 mod dispatch;
 mod flight;
 mod load;
+mod stage;
 mod store;
 mod wait;
 
@@ -20,21 +21,28 @@ use std::{
     time::{Duration, Instant},
 };
 
-use ucm_ctrl::{Key, Pool};
+use ucm_ctrl::{Fill, Key, Pool};
 use ucm_store::{Backend, Op, Sink};
 use ucm_transport::TransferEngine;
 
 use crate::{
     SlotMemory,
-    bounce::Bounce,
     dump::DumpItem,
     hash::Map,
     inbox::{Event, Inbox},
     metrics::Metrics,
+    staging::StagingPool,
     task::Prepared,
 };
 
-use self::{copy::Copier, dispatch::Scan, flight::Flight, store::Durable, wait::Wait};
+use self::{
+    copy::Copier,
+    dispatch::Scan,
+    flight::Flight,
+    stage::{Part, Unreachable},
+    store::Durable,
+    wait::Wait,
+};
 
 /// Numbers a core works with.
 #[derive(Clone, Debug)]
@@ -47,6 +55,10 @@ pub(crate) struct Limits {
     pub(crate) dump_depth: usize,
     /// Ranks that may load the same shards.
     pub(crate) ranks: u32,
+    /// Tasks that may have reads of ours in flight.
+    pub(crate) tasks_in_flight: usize,
+    /// Bytes a task reads before it yields to those that wait in line.
+    pub(crate) turn_bytes: u64,
 }
 
 /// What a core works with.
@@ -54,8 +66,8 @@ pub(crate) struct Parts {
     pub(crate) limits: Limits,
     pub(crate) pool: Pool,
     pub(crate) slots: Arc<dyn SlotMemory>,
-    pub(crate) load_bounce: Bounce,
-    pub(crate) dump_bounce: Bounce,
+    pub(crate) load_staging: Option<StagingPool>,
+    pub(crate) dump_staging: Option<StagingPool>,
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) engine: Arc<dyn TransferEngine>,
     pub(crate) inbox: Arc<Inbox>,
@@ -83,8 +95,16 @@ pub(crate) struct Core {
     now: Instant,
     closing: bool,
     tasks: Map<u64, Box<LoadTask>>,
-    /// Tasks with units that nobody does anything for, next one first.
+    /// Tasks in flight with units that nobody does anything for, next one first.
     runnable: VecDeque<u64>,
+    /// The same of tasks that may not be in flight yet, first come first.
+    line: VecDeque<u64>,
+    /// Tasks that begin when another has nothing more to claim.
+    followers: Map<u64, u64>,
+    /// Number of tasks in flight.
+    in_flight: usize,
+    /// Whether something was given back since `dispatch` looked.
+    freed: bool,
     deadlines: BinaryHeap<Reverse<(Instant, u64, u32)>>,
     scan: Scan,
     waits: Vec<Wait>,
@@ -96,9 +116,13 @@ pub(crate) struct Core {
     load_ops: Vec<Op>,
     dump_ops: Vec<Op>,
     copier: Copier,
+    /// Shards in slots that the engine cannot reach, waiting for a buffer.
+    unreachable: VecDeque<Unreachable>,
     prewarm: VecDeque<Key>,
     /// Dumps whose slot is still to be asked for.
     dumps: VecDeque<DumpItem>,
+    /// Dumps whose slot the engine cannot reach, waiting for a buffer.
+    unreachable_dumps: VecDeque<(DumpItem, Fill)>,
     /// Dumps whose bytes are in a slot or buffer, still to be given to the backend.
     durables: VecDeque<Durable>,
 }
@@ -114,8 +138,22 @@ struct LoadTask {
     unsent: usize,
     /// Requests that have not ended.
     open_requests: usize,
-    /// Whether it is in `runnable`.
+    /// Whether it is in `runnable` or in `line`.
     queued: bool,
+    /// Whether it waits for another task to have nothing more to claim.
+    follows: bool,
+    /// Whether it counts as in flight.
+    in_flight: bool,
+    /// Units that this queue reads or has read, not ended.
+    busy: usize,
+    /// Bytes it has read since it came into flight.
+    turn_bytes: u64,
+    /// The staging buffer it is filling.
+    part: Option<Part>,
+    /// One clone for each room in a staging buffer.
+    rooms: Arc<()>,
+    /// Whether it waits for a staging buffer and holds none.
+    starved: bool,
 }
 
 impl Core {
@@ -130,6 +168,10 @@ impl Core {
             closing: false,
             tasks: Map::default(),
             runnable: VecDeque::new(),
+            line: VecDeque::new(),
+            followers: Map::default(),
+            in_flight: 0,
+            freed: false,
             deadlines: BinaryHeap::new(),
             scan: Scan::new(now),
             waits: Vec::new(),
@@ -141,8 +183,10 @@ impl Core {
             load_ops: Vec::new(),
             dump_ops: Vec::new(),
             copier,
+            unreachable: VecDeque::new(),
             prewarm: VecDeque::new(),
             dumps: VecDeque::new(),
+            unreachable_dumps: VecDeque::new(),
             durables: VecDeque::new(),
         }
     }
@@ -158,14 +202,24 @@ impl Core {
         self.reap_copies();
         self.expire();
         self.check_waits();
-        self.dispatch();
-        self.look_around();
-        self.start_dumps();
-        self.start_durables();
-        // Reads first: they run while the copies are made.
-        self.submit_loads();
-        self.submit_copies();
-        self.submit_stores();
+        self.stage_unreachable();
+        loop {
+            self.freed = false;
+            self.dispatch();
+            self.look_around();
+            self.start_dumps();
+            self.start_durables();
+            // Reads first: they run while the copies are made.
+            self.submit_loads();
+            self.submit_copies();
+            self.submit_stores();
+            // A plan that an engine refused gave its slots and buffers back just now, and no event
+            // will say so.
+            if !self.freed {
+                break;
+            }
+            self.stage_unreachable();
+        }
         Turn {
             wake_at: self.wake_at(),
             prewarm: !self.prewarm.is_empty(),
@@ -191,8 +245,37 @@ impl Core {
             && self.flights.is_empty()
             && self.waits.is_empty()
             && self.copier.is_idle()
+            && self.unreachable.is_empty()
+            && self.unreachable_dumps.is_empty()
             && self.dumps.is_empty()
             && self.durables.is_empty()
+    }
+
+    /// What holds a queue up, for tests that find it stuck.
+    #[cfg(feature = "testing")]
+    pub(crate) fn describe(&self) -> String {
+        let task = |id: &u64| {
+            self.tasks.get(id).map(|task| {
+                let states: Vec<_> = task.prepared.units.iter().map(|unit| unit.state).collect();
+                let (rooms, part) = (Arc::strong_count(&task.rooms) - 1, task.part.is_some());
+                let (busy, starved) = (task.busy, task.starved);
+                format!("{id}: {states:?} busy {busy} rooms {rooms} part {part} starved {starved}")
+            })
+        };
+        format!(
+            "runnable {:?}, line {:?}, in flight {}, reads {}, copies {:?}, waits {}, unreachable {} + \
+             {}, dumps {}, durables {}",
+            self.runnable.iter().map(task).collect::<Vec<_>>(),
+            self.line,
+            self.in_flight,
+            self.loads_in_flight,
+            self.copier.describe(),
+            self.waits.len(),
+            self.unreachable.len(),
+            self.unreachable_dumps.len(),
+            self.dumps.len(),
+            self.durables.len(),
+        )
     }
 
     /// Whether the core was told to end everything.
@@ -226,6 +309,8 @@ impl Core {
             self.cancel(task);
         }
         self.dumps.clear();
+        // Dropping a fill fails it.
+        self.unreachable_dumps.clear();
         self.drop_dump_waits();
     }
 

@@ -5,11 +5,15 @@
 
 use ucm_ctrl::{Acquired, FailKind, Fill, Pin, PublishError};
 
-use crate::{bounce::Lease, dump::DumpItem};
+use crate::{
+    dump::DumpItem,
+    staging::{StagingLease, StagingPool},
+};
 
 use super::{
     Core,
     copy::{Snap, SnapInto},
+    stage::{Room, copy},
 };
 
 /// How often a dump meets another filler's failure before it gives up.
@@ -23,12 +27,13 @@ pub(super) struct Durable {
 
 enum Bytes {
     Slot(Pin),
-    Bounce(Lease),
+    Staged(Room),
 }
 
 impl Core {
     /// Asks for the slots of new dumps.
     pub(super) fn start_dumps(&mut self) {
+        self.stage_dumps();
         while let Some(item) = self.dumps.pop_front() {
             self.step();
             match self.parts.pool.acquire(&item.key) {
@@ -36,13 +41,14 @@ impl Core {
                 Ok(Acquired::Waiter(waiter)) => self.wait_for_dump(item, waiter),
                 Ok(Acquired::Owner(fill)) => self.snap_into_slot(item, fill),
                 Ok(Acquired::Full) => {
-                    if !item.durable || !self.parts.dump_bounce.exists() {
-                        self.dump_failed(item, FailKind::NoSpace);
-                    } else if let Some(lease) = self.parts.dump_bounce.try_acquire() {
-                        self.snap_into_bounce(item, lease);
-                    } else {
-                        self.dumps.push_front(item);
-                        return;
+                    let staging = self.parts.dump_staging.as_ref().filter(|_| item.durable);
+                    match staging.map(StagingPool::try_acquire) {
+                        None => self.dump_failed(item, FailKind::NoSpace),
+                        Some(Some(lease)) => self.snap_into_buffer(item, lease),
+                        Some(None) => {
+                            self.dumps.push_front(item);
+                            return;
+                        }
                     }
                 }
                 Err(error) => {
@@ -75,17 +81,46 @@ impl Core {
                 let into = SnapInto::Slot { token: fill.start_io(), fill };
                 self.copy_out(Snap { item, to, into, alone: false });
             }
+            None if self.parts.dump_staging.is_some() => {
+                self.unreachable_dumps.push_back((item, fill));
+                self.stage_dumps();
+            }
             None => {
-                fill.fail(FailKind::Other);
-                self.dump_failed(item, FailKind::Other);
+                fill.fail(FailKind::Unavailable);
+                self.dump_failed(item, FailKind::Unavailable);
             }
         }
     }
 
-    fn snap_into_bounce(&mut self, item: DumpItem, lease: Lease) {
-        match lease.addr() {
+    /// Starts the first half of the way into slots that the engine cannot reach.
+    fn stage_dumps(&mut self) {
+        while !self.unreachable_dumps.is_empty() {
+            let Some(pool) = self.parts.dump_staging.as_ref() else { return };
+            let Some(lease) = pool.try_acquire() else { return };
+            let Some((item, fill)) = self.unreachable_dumps.pop_front() else { return };
+            let room = Room::whole(lease);
+            match room.addr(item.len) {
+                Some(to) => {
+                    let into = SnapInto::Through { token: fill.start_io(), fill, room };
+                    self.copy_out(Snap { item, to, into, alone: false });
+                }
+                None => {
+                    fill.fail(FailKind::Other);
+                    self.dump_failed(item, FailKind::Other);
+                }
+            }
+        }
+    }
+
+    fn snap_into_buffer(&mut self, item: DumpItem, lease: StagingLease) {
+        match lease.addr(0, item.len) {
             Some(to) => {
-                self.copy_out(Snap { item, to, into: SnapInto::Bounce(lease), alone: false });
+                self.copy_out(Snap {
+                    item,
+                    to,
+                    into: SnapInto::Staged(Room::whole(lease)),
+                    alone: false,
+                });
             }
             None => self.dump_failed(item, FailKind::Other),
         }
@@ -93,7 +128,18 @@ impl Core {
 
     /// The copy of a dump has ended.
     pub(super) fn snapped(&mut self, snap: Snap, result: Result<(), FailKind>) {
+        self.freed = true;
         let Snap { item, into, .. } = snap;
+        let (into, result) = match (into, result) {
+            (SnapInto::Through { token, fill, room }, result) => {
+                let to = self.parts.slots.io_memory(fill.slot(), 0, item.len, Box::new(()));
+                let copied =
+                    result.and_then(|()| copy(room.io_memory(item.len), to).ok_or(FailKind::Other));
+                self.parts.metrics.staged_shards.add(u64::from(copied.is_ok()));
+                (SnapInto::Slot { token, fill }, copied)
+            }
+            other => other,
+        };
         match (into, result) {
             (SnapInto::Slot { token, fill }, Ok(())) => {
                 drop(token);
@@ -114,12 +160,16 @@ impl Core {
                 fill.fail(kind);
                 self.dump_failed(item, kind);
             }
-            (SnapInto::Bounce(lease), Ok(())) => {
+            (SnapInto::Staged(room), Ok(())) => {
                 self.parts.metrics.dump_bypass.add(1);
                 item.promise.cached(Err(FailKind::NoSpace));
-                self.durables.push_back(Durable { item, bytes: Bytes::Bounce(lease) });
+                self.durables.push_back(Durable { item, bytes: Bytes::Staged(room) });
             }
-            (SnapInto::Bounce(_), Err(kind)) => self.dump_failed(item, kind),
+            // `Through` has become `Slot` above.
+            (SnapInto::Staged(_) | SnapInto::Through { .. }, Err(kind)) => {
+                self.dump_failed(item, kind);
+            }
+            (SnapInto::Through { .. }, Ok(())) => self.dump_failed(item, FailKind::Other),
         }
     }
 
@@ -139,8 +189,10 @@ impl Core {
         while self.dumps_in_flight < self.parts.limits.dump_depth {
             let Some(Durable { item, bytes }) = self.durables.pop_front() else { return };
             let memory = match bytes {
-                Bytes::Slot(pin) => self.parts.slots.io_memory(pin.slot(), item.len, Box::new(pin)),
-                Bytes::Bounce(lease) => lease.io_memory(item.len),
+                Bytes::Slot(pin) => {
+                    self.parts.slots.io_memory(pin.slot(), 0, item.len, Box::new(pin))
+                }
+                Bytes::Staged(room) => room.io_memory(item.len),
             };
             match memory {
                 Some(memory) => self.start_store(item, memory),

@@ -37,7 +37,7 @@ fn c2_a_deadline_during_io_releases_the_caller_and_never_the_slot() {
     let node = Node::new(4, BYTES);
     let rank = node.rank();
     let backend = Script::holding();
-    let builder = rank.builder(backend.clone()).backend_depth(8).bounce(rank.buffers(4), 0);
+    let builder = rank.builder(backend.clone()).backend_depth(8).staging(rank.buffers(4));
     let queue = builder.start().unwrap();
     let buffer = Buffer::of(&queue, 16, BYTES);
     let mut task = task_of(&buffer, (0..4).map(key));
@@ -234,7 +234,7 @@ fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
     let handle = rank.queue.submit(task_of(&rank.buffer, (0..3).map(key)), world.now).unwrap();
     world.run();
     assert_eq!(world.ranks[0].rank.gate.held(), 1);
-    let SimRank { rank, queue, slow, buffer, .. } = world.ranks.remove(0);
+    let SimRank { rank, queue, device, buffer, .. } = world.ranks.remove(0);
     drop(queue);
     // One destination is being written; of the others nothing will come.
     let gone = |kind| Outcome::Recompute { shards: vec![0], kind };
@@ -242,7 +242,7 @@ fn a_core_that_is_gone_says_stuck_while_an_engine_may_write() {
     assert_eq!(handle.poll().unwrap(), [Outcome::Stuck, abandoned.clone(), abandoned]);
     assert!(!handle.is_quiesced());
     rank.gate.open();
-    slow.advance(world.now);
+    device.advance(world.now);
     let mut ended = Vec::new();
     ucm_transport::TransferEngine::poll(&*rank.gate, &mut ended);
     drop(ended);

@@ -216,7 +216,7 @@ fn a_full_cache_is_no_reason_not_to_store() {
     let node = Node::new(2, BYTES);
     let rank = node.rank();
     let backend = Script::new();
-    let queue = rank.builder(backend.clone()).bounce(rank.buffers(3), 1).start().unwrap();
+    let queue = rank.builder(backend.clone()).dump_staging(rank.buffers(1)).start().unwrap();
     let pins: Vec<_> = (90..92)
         .map(|i| match rank.pool.acquire(&key(i)).unwrap() {
             Acquired::Owner(fill) => fill.publish().unwrap(),

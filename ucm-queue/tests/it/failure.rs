@@ -218,7 +218,7 @@ fn f8_a_failure_on_the_way_around_the_cache_is_told_too() {
     let node = Node::new(1, BYTES);
     let rank = node.rank();
     let backend = Script::new();
-    let queue = rank.builder(backend.clone()).bounce(rank.buffers(1), 0).start().unwrap();
+    let queue = rank.builder(backend.clone()).staging(rank.buffers(1)).start().unwrap();
     let Acquired::Owner(fill) = rank.pool.acquire(&key(99)).unwrap() else { panic!() };
     let buffer = Buffer::of(&queue, 8, BYTES);
     for _ in 0..3 {
@@ -232,7 +232,7 @@ fn f8_a_failure_on_the_way_around_the_cache_is_told_too() {
 }
 
 #[test]
-fn without_bounce_buffers_a_full_cache_is_an_outcome() {
+fn without_staging_buffers_a_full_cache_is_an_outcome() {
     let node = Node::new(1, BYTES);
     let rank = node.rank();
     let queue = rank.builder(Script::new()).start().unwrap();

@@ -58,14 +58,14 @@ fn q15_a_new_task_ends_the_idle_window() {
     let first = submit(rank);
     while !first.is_done() {
         rank.backend.advance(now);
-        rank.slow.advance(now);
+        rank.device.advance(now);
         rank.queue.turn(now);
     }
     assert!(rank.queue.prewarm_step() && rank.queue.prewarm_step());
     assert_eq!(rank.queue.stats().preallocated, 2);
     let second = submit(rank);
     rank.queue.turn(now);
-    assert!(rank.slow.next_due().is_some(), "the task's copies came first");
+    assert!(rank.device.next_due().is_some(), "the task's copies came first");
     assert_eq!(rank.queue.stats().preallocated, 2);
     world.settle();
     assert_all_loaded(&second);

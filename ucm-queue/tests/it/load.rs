@@ -225,7 +225,7 @@ fn q16_a_task_larger_than_the_cache_completes() {
         let rank =
             node.rank_with(Arc::new(HostEngine::builder().workers(workers).build().unwrap()));
         let backend = Script::new();
-        let builder = rank.builder(backend.clone()).bounce(rank.buffers(2), 0).backend_depth(8);
+        let builder = rank.builder(backend.clone()).staging(rank.buffers(2)).backend_depth(8);
         let queue = builder.start().unwrap();
         let buffer = Buffer::of(&queue, 100, BYTES);
         let handle = queue.submit(request_of(&buffer, (0..100).map(key))).unwrap();
@@ -263,7 +263,7 @@ fn q16_every_slot_pinned_by_others_is_bypassed() {
     let node = Node::new(4, BYTES);
     let rank = node.rank();
     let backend = Script::new();
-    let queue = rank.builder(backend.clone()).bounce(rank.buffers(1), 0).start().unwrap();
+    let queue = rank.builder(backend.clone()).staging(rank.buffers(1)).start().unwrap();
     let other = node.rank();
     let fills: Vec<_> = (100..104)
         .map(|i| match other.pool.acquire(&key(i)).unwrap() {
@@ -299,7 +299,7 @@ fn q18_submit_from_many_threads() {
     let node = Node::new(32, BYTES);
     let rank = node.rank();
     let backend = Script::new();
-    let queue = rank.builder(backend).bounce(rank.buffers(2), 0).start().unwrap();
+    let queue = rank.builder(backend).staging(rank.buffers(2)).start().unwrap();
     std::thread::scope(|scope| {
         for thread in 0..8_u64 {
             let queue = &queue;

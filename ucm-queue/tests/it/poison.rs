@@ -14,7 +14,11 @@ fn run(nth: u64) -> bool {
     let node = Node::new(6, BYTES);
     let rank = node.rank();
     let backend = Script::new();
-    let builder = rank.builder(backend.clone()).bounce(rank.buffers(2), 1).backend_depth(3);
+    let builder = rank
+        .builder(backend.clone())
+        .staging(rank.buffers(1))
+        .dump_staging(rank.buffers(1))
+        .backend_depth(3);
     let queue = Arc::new(builder.panic_at_step(nth).start().unwrap());
     let buffer = Buffer::of(&queue, 16, BYTES);
     (12..16).for_each(|i| buffer.fill(key(i), i));
@@ -73,7 +77,7 @@ fn run(nth: u64) -> bool {
     // Whatever happened, nothing is left, and another queue works.
     drop(queue);
     node.assert_at_rest();
-    let queue = rank.builder(backend).bounce(rank.buffers(1), 0).start().unwrap();
+    let queue = rank.builder(backend).staging(rank.buffers(1)).start().unwrap();
     let buffer = Buffer::of(&queue, 16, BYTES);
     assert_all_loaded(&queue.submit(task_of(&buffer, (0..12).map(key))).unwrap());
     (0..12).for_each(|i| buffer.assert_holds(key(i), i));

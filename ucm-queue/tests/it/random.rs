@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use ucm_ctrl::{FailKind, Key};
 use ucm_queue::{Deadline, DumpHandle, DumpRef, DumpTask, Outcome, Request, Task, TaskHandle};
 use ucm_store::ErrorKind;
-use ucm_transport::ErrorKind as CopyError;
+use ucm_transport::{DeviceFault, ErrorKind as CopyError};
 
 use crate::support::*;
 
@@ -47,8 +47,16 @@ impl Run {
         let ranks = 1 + usize::try_from(random.below(3)).unwrap();
         let slots = 2 + u32::try_from(random.below(24)).unwrap();
         let depth = 1 + usize::try_from(random.below(6)).unwrap();
-        let bounces = 1 + u32::try_from(random.below(4)).unwrap();
-        let node = Node::with_reserved(slots, 2, BYTES);
+        let depth_of_pool = 1 + u32::try_from(random.below(4)).unwrap();
+        let buffer = BYTES * (1 + random.below(3));
+        let limit = if random.chance(50) {
+            1 + usize::try_from(random.below(4)).unwrap()
+        } else {
+            usize::MAX
+        };
+        let unreachable = random.chance(25);
+        let mut node = Node::with_reserved(slots, 2, BYTES);
+        node.unreachable = unreachable;
         let seeds = random.next();
         let copies = Copies {
             per_item: random.time(Duration::from_micros(200)),
@@ -73,7 +81,12 @@ impl Run {
                 })
             },
             |rank, builder| {
-                builder.backend_depth(depth).bounce(rank.buffers(bounces + 1), 1).dump_depth(2)
+                builder
+                    .backend_depth(depth)
+                    .tasks_in_flight(limit)
+                    .staging(rank.buffers_of(depth_of_pool, buffer))
+                    .dump_staging(rank.buffers(1))
+                    .dump_depth(2)
             },
         );
         let free = (0..ranks).map(|_| (0..PLACES).rev().collect()).collect();
@@ -175,9 +188,16 @@ impl Run {
 
     fn gate(&mut self) {
         let rank = self.random_rank();
-        let choice = self.random.below(4);
+        let choice = self.random.below(12);
+        let device = &self.world.ranks[rank].device;
         let gate = &self.world.ranks[rank].rank.gate;
         match choice {
+            3 => device.inject(DeviceFault::Fails(CopyError::Failed)),
+            4 => device.inject(DeviceFault::Delays(self.random.time(Duration::from_millis(5)))),
+            5 => device.inject(DeviceFault::Loses),
+            6 => device.inject(DeviceFault::Refuses),
+            7 => device.inject(DeviceFault::Stalls),
+            8..10 => device.resume(),
             0 => gate.close(),
             1 => gate.fail_next(CopyError::Failed),
             2 => {
@@ -259,10 +279,16 @@ impl Run {
     fn finish(mut self) -> u64 {
         for rank in &self.world.ranks {
             rank.rank.gate.open();
+            rank.device.heal();
         }
         self.world.run();
         self.reap();
-        assert!(self.live.is_empty(), "{} tasks are lost", self.live.len());
+        assert!(
+            self.live.is_empty(),
+            "{} tasks are lost: {:#?}",
+            self.live.len(),
+            self.world.queues()
+        );
         assert!(self.dumps.is_empty(), "{} dumps are lost", self.dumps.len());
         let mut ended = 0;
         for (rank, free) in self.world.ranks.iter().zip(&self.free) {
@@ -271,7 +297,7 @@ impl Run {
             ended += stats.loaded + stats.recomputed + stats.cancelled + stats.expired;
             assert_eq!(stats.backend_in_flight, 0);
             assert_eq!(stats.dumps_in_flight, 0);
-            assert_eq!(stats.bounce_in_use, 0, "P8: the pool is full again");
+            assert_eq!(stats.staging_in_use, 0, "P8: the pool is full again");
             assert_eq!(stats.dump_bytes_in_flight, 0);
             assert_eq!((stats.quarantine_loads, stats.quarantine_bytes), (0, 0));
             assert_eq!(free.len() as u64, PLACES);
@@ -306,5 +332,23 @@ fn c5_a_hundred_thousand_requests_with_random_ends() {
         }
         requests += run.finish();
         seed += 1;
+    }
+}
+
+/// Hours on a small machine; `UCM_SCHEDULES` says how many, `UCM_SEED` where to begin.
+#[test]
+#[ignore = "long: a million random schedules"]
+fn c5_a_million_schedules() {
+    let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let first = number("UCM_SEED").unwrap_or(0);
+    for seed in first..first + number("UCM_SCHEDULES").unwrap_or(1_000_000) {
+        let ended = std::panic::catch_unwind(|| {
+            let mut run = Run::new(seed);
+            for _ in 0..150 {
+                run.step();
+            }
+            run.finish()
+        });
+        assert!(ended.is_ok(), "seed {seed}");
     }
 }

@@ -30,10 +30,7 @@ fn p4_what_can_never_work_is_refused_with_its_numbers() {
             &["18446744073709551615"],
         ),
         (
-            vec![ShardRef {
-                dst: ucm_queue::SlotMemory::slot_addr(&*unknown, ucm_ctrl::SlotId(0)).unwrap(),
-                ..good
-            }],
+            vec![ShardRef { dst: unknown.try_acquire().unwrap().addr(0, 1).unwrap(), ..good }],
             ErrorKind::UnknownRegion,
             &["RegionId"],
         ),

@@ -1,7 +1,6 @@
 //! A node in one process: cache, slot memory, ranks, and a backend that tests control.
 
 mod backend;
-mod engine;
 mod memory;
 mod sim;
 
@@ -11,12 +10,11 @@ use std::{
 };
 
 use ucm_ctrl::{Control, Geometry, Inspection, Key, Member, MemberSpec, Pool, PoolId};
-use ucm_queue::{Builder, LoadQueue, Outcome, Request, ShardRef, Task, TaskHandle};
+use ucm_queue::{Builder, LoadQueue, Outcome, Request, ShardRef, StagingPool, Task, TaskHandle};
 use ucm_store::{Backend, fill_pattern, verify_pattern};
 use ucm_transport::{Addr, HostEngine, Memory, RegionId, TransferEngine, testing::GateEngine};
 
 pub(crate) use backend::Script;
-pub(crate) use engine::SlowEngine;
 pub(crate) use memory::Cells;
 pub(crate) use sim::{Copies, Fate, Random, SimRank, World};
 
@@ -40,6 +38,8 @@ pub(crate) struct Node {
     pub(crate) slots: Memory,
     pub(crate) count: u32,
     pub(crate) shard_bytes: u64,
+    /// Whether engines cannot reach the slots.
+    pub(crate) unreachable: bool,
 }
 
 impl Node {
@@ -51,7 +51,13 @@ impl Node {
         let control = Control::private(&Geometry::single(slots, reserved, 4, shard_bytes)).unwrap();
         let count = slots + reserved;
         let bytes = usize::try_from(u64::from(count) * shard_bytes).unwrap();
-        Self { control, slots: Memory::host(bytes).unwrap(), count, shard_bytes }
+        Self {
+            control,
+            slots: Memory::host(bytes).unwrap(),
+            count,
+            shard_bytes,
+            unreachable: false,
+        }
     }
 
     /// Joins a rank with an engine of its own (copies in the dispatcher's thread, behind a gate).
@@ -65,6 +71,7 @@ impl Node {
         let gate = GateEngine::new(engine);
         let region = gate.register(self.slots.clone()).unwrap();
         let cells = Cells::new(self.slots.clone(), region, self.count, self.shard_bytes);
+        let cells = if self.unreachable { cells.unreachable() } else { cells };
         Rank { member, pool, gate, cells, shard_bytes: self.shard_bytes }
     }
 
@@ -101,12 +108,16 @@ impl Rank {
         LoadQueue::builder(&self.member, &self.pool, self.cells.clone(), backend, self.gate.clone())
     }
 
-    /// Bounce buffers, registered with the engine.
-    pub(crate) fn buffers(&self, count: u32) -> Arc<Cells> {
-        let bytes = usize::try_from(u64::from(count) * self.shard_bytes).unwrap();
-        let memory = Memory::host(bytes).unwrap();
+    /// Staging buffers of one shard each, registered with the engine.
+    pub(crate) fn buffers(&self, count: u32) -> StagingPool {
+        self.buffers_of(count, self.shard_bytes)
+    }
+
+    /// Staging buffers of `bytes` each, registered with the engine.
+    pub(crate) fn buffers_of(&self, count: u32, bytes: u64) -> StagingPool {
+        let memory = Memory::host(usize::try_from(u64::from(count) * bytes).unwrap()).unwrap();
         let region = self.gate.register(memory.clone()).unwrap();
-        Cells::new(memory, region, count, self.shard_bytes)
+        StagingPool::new(Cells::new(memory, region, count, bytes), 0..count).unwrap()
     }
 }
 

@@ -11,9 +11,9 @@ use ucm_queue::{Builder, testing::SimQueue};
 use ucm_store::{
     Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError, fill_pattern, verify_pattern,
 };
-use ucm_transport::HostEngine;
+use ucm_transport::{DeviceRates, SimDevice};
 
-use super::{Buffer, Node, Rank, SlowEngine, backend::key_of};
+use super::{Buffer, Node, Rank, backend::key_of};
 
 /// What a simulated operation comes to.
 #[derive(Clone, Copy, Debug)]
@@ -140,7 +140,7 @@ pub(crate) struct SimRank {
     pub(crate) rank: Rank,
     pub(crate) queue: SimQueue,
     pub(crate) backend: Arc<SimBackend>,
-    pub(crate) slow: Arc<SlowEngine>,
+    pub(crate) device: Arc<SimDevice>,
     pub(crate) buffer: Buffer,
 }
 
@@ -192,10 +192,11 @@ impl World {
         let loads: Arc<Mutex<Vec<(usize, Instant, Key)>>> = Arc::default();
         let ranks = (0..ranks)
             .map(|index| {
-                let host = Arc::new(HostEngine::builder().build().unwrap());
                 let Copies { per_item, max_items, max_in_flight } = copies;
-                let slow = SlowEngine::new(host, now, per_item, max_items, max_in_flight);
-                let rank = node.rank_with(slow.clone());
+                let rates =
+                    DeviceRates { per_item, max_items, max_in_flight, ..DeviceRates::default() };
+                let device = SimDevice::manual(rates, now);
+                let rank = node.rank_with(device.clone());
                 let state = State { now, due: Vec::new(), draw: draw(index), in_flight_max: 0 };
                 let (state, loads) = (Mutex::new(state), loads.clone());
                 let backend = Arc::new(SimBackend { state, loads, rank: index });
@@ -205,7 +206,7 @@ impl World {
                 let queue = SimQueue::new(builder, rank.member.doorbell(), now).unwrap();
                 let buffer =
                     Buffer::new(|memory| queue.register(memory).unwrap(), places, node.shard_bytes);
-                SimRank { rank, queue, backend, slow, buffer }
+                SimRank { rank, queue, backend, device, buffer }
             })
             .collect();
         Self { node, now, ranks, loads }
@@ -216,7 +217,7 @@ impl World {
         for _ in 0..100_000 {
             let mut busy = false;
             for rank in &mut self.ranks {
-                busy |= rank.backend.advance(self.now) | rank.slow.advance(self.now);
+                busy |= rank.backend.advance(self.now) | rank.device.advance(self.now);
                 if rank.queue.is_due(self.now) {
                     rank.queue.turn(self.now);
                     busy = true;
@@ -236,7 +237,7 @@ impl World {
         self.settle();
         let backends = self.ranks.iter().filter_map(|rank| rank.backend.next_due());
         let queues = self.ranks.iter().filter_map(|rank| rank.queue.wake_at());
-        let engines = self.ranks.iter().filter_map(|rank| rank.slow.next_due());
+        let engines = self.ranks.iter().filter_map(|rank| rank.device.next_due());
         let Some(next) = backends.chain(queues).chain(engines).min() else { return false };
         if limit.is_some_and(|limit| next > limit) {
             return false;
@@ -256,7 +257,17 @@ impl World {
 
     /// Goes on until nothing will happen any more.
     pub(crate) fn run(&mut self) {
-        while self.step(None) {}
+        for _ in 0..1_000_000 {
+            if !self.step(None) {
+                return;
+            }
+        }
+        panic!("the queues never rest: {:#?}", self.queues());
+    }
+
+    /// The queues, for messages.
+    pub(crate) fn queues(&self) -> Vec<&SimQueue> {
+        self.ranks.iter().map(|rank| &rank.queue).collect()
     }
 
     /// Every backend load so far: rank, time, key.
