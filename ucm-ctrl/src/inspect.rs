@@ -176,6 +176,10 @@ impl Control {
     #[must_use]
     pub fn inspect(&self) -> Inspection {
         let mut out = Inspection { statistics: self.statistics(), ..Inspection::default() };
+        if !self.region.is_ours() {
+            out.problems.push("this process was forked from a member and has no mapping".into());
+            return out;
+        }
         let mut pins = [0_u64; MAX_MEMBERS];
         let mut filling = [0_u64; MAX_MEMBERS];
         for (pool, geometry) in self.geometry().pools.iter().enumerate() {

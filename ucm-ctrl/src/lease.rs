@@ -353,8 +353,10 @@ impl Keeper {
         }
     }
 
-    /// Releases everything; for the holder's own end.
-    pub(crate) fn end_all(&self, member: &MemberInner) {
+    /// Releases everything; for the holder's own end. The thread goes first: what it has taken in
+    /// hand and cannot release any more is on record again then.
+    pub(crate) fn end_all(mut self, member: &MemberInner) {
+        self.stop();
         let all: Vec<_> = lock(&self.held).drain().collect();
         for (ticket, held) in all {
             release(member, LeaseTicket(ticket), &held);
@@ -362,8 +364,8 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
-    fn drop(&mut self) {
+impl Keeper {
+    fn stop(&mut self) {
         self.alive = std::sync::Arc::new(());
         if !self.control.region.is_ours() {
             // The thread is the parent's; a child has no business with its handle.
@@ -382,6 +384,12 @@ impl Drop for Keeper {
         {
             let _ = thread.join();
         }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        self.stop();
     }
 }
 
@@ -461,7 +469,11 @@ fn keep(
                 .sleep(seen, next.map(|at| at.max(now + Duration::from_micros(100))));
             continue;
         }
-        let Some(member) = member() else { return };
+        let Some(member) = member() else {
+            // Its holder is ending and releases everything that is on record.
+            lock(held).extend(due);
+            return;
+        };
         for (ticket, lease) in due {
             release(&member, LeaseTicket(ticket), &lease);
         }

@@ -172,6 +172,9 @@ pub(crate) fn join(
     spec: MemberSpec,
 ) -> Result<Member, CtrlError> {
     let region = &control.region;
+    if !region.is_ours() {
+        return Err(CtrlError::Fenced("it belongs to the parent of this forked process"));
+    }
     loop {
         let id = match at {
             Some(id) => id,

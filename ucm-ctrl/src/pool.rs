@@ -292,13 +292,15 @@ impl Pool {
         slot.since_ms.store(monotonic_ms(), Ordering::Relaxed);
         tables.mark(index);
         failpoint!("link.mark.after");
-        // The word first: an entry must never lead to a slot that does not say what it is.
+        // The entry first: a detached slot counts as absent whether or not an entry leads to it, so
+        // that a death in between leaves a slot with an owner on record.
+        bucket.insert(key, index);
+        failpoint!("link.entry.after");
         if !slot.change(from, to) {
+            bucket.remove(index);
             return Linked::Raced;
         }
         failpoint!("link.word.after");
-        bucket.insert(key, index);
-        failpoint!("link.entry.after");
         // Idle slots are evictable; searches that ran meanwhile found this one taken.
         tables.not_full();
         Linked::Done

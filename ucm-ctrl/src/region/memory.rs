@@ -227,14 +227,22 @@ impl Region {
         Table { start: start.cast(), len }
     }
 
+    /// None in a forked child, which has no mapping.
     pub(crate) fn members(&self) -> &[MemberRecord] {
+        if !self.is_ours() {
+            return &[];
+        }
         // SAFETY: the member table of this layout, which lies inside the region.
         let start = unsafe { self.base.add(self.layout.members) };
         // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
         unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), MAX_MEMBERS) }
     }
 
+    /// As [`members`](Self::members).
     pub(crate) fn leases(&self) -> &[LeaseRecord] {
+        if !self.is_ours() {
+            return &[];
+        }
         // SAFETY: the lease table of this layout, which lies inside the region.
         let start = unsafe { self.base.add(self.layout.leases) };
         // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
