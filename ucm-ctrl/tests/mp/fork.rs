@@ -17,6 +17,7 @@ pub(crate) fn forker(control: &Control) {
     let pin = own(&pool, &key(1)).publish().unwrap();
     let fill = own(&pool, &key(2));
     let token = fill.start_io();
+    let fills = [own(&pool, &key(3)), own(&pool, &key(4))];
     let lease = match pool.lease(&[key(1)], 1, std::time::Instant::now() + crate::WATCHDOG) {
         Ok(ucm_ctrl::LeaseOutcome::Leased(lease)) => lease,
         other => panic!("{other:?}"),
@@ -36,6 +37,17 @@ pub(crate) fn forker(control: &Control) {
         drop(pin);
         drop(token);
         say(&format!("published {}", fill.publish().is_ok()));
+        let [dropped, failed] = fills;
+        drop(dropped);
+        failed.fail(ucm_ctrl::FailKind::Io);
+        let looked = (
+            control.inspect().members.len(),
+            control.statistics().owners,
+            control.inspect_members().len(),
+        );
+        say(&format!("looked {looked:?}"));
+        let join = control.join(ucm_ctrl::MemberSpec::rank(0, 1)).map(|_| ()).unwrap_err();
+        say(&format!("rejoined {:?}", join.kind()));
         drop((pool, member));
         say("dropped");
         // On its own account it is as good as anybody.
@@ -50,7 +62,7 @@ pub(crate) fn forker(control: &Control) {
         unsafe { libc::_exit(0) };
     }
     // The grandchild listens to the commands; this process only keeps what it has.
-    let _kept = (member, pool, pin, fill, token, lease);
+    let _kept = (member, pool, pin, fill, fills, token, lease);
     loop {
         std::thread::park();
     }
@@ -62,7 +74,15 @@ fn d9_a_forked_child_releases_nothing_and_keeps_nobody_alive() {
     let shared = Shared::of(&control);
     let (member, pool) = rank(&control);
     let mut forker = Proc::start("forker", &shared, &[]);
-    for said in ["mapped 0", "refused true", "reaped false", "published false", "dropped"] {
+    for said in [
+        "mapped 0",
+        "refused true",
+        "reaped false",
+        "published false",
+        "looked (0, 0, 0)",
+        "rejoined Fenced",
+        "dropped",
+    ] {
         forker.expect(said);
     }
     forker.expect("joined 2 true");
@@ -70,13 +90,13 @@ fn d9_a_forked_child_releases_nothing_and_keeps_nobody_alive() {
     // The parent's pins, fill and seat are untouched.
     let seen = control.inspect();
     assert_eq!(seen.problems, Vec::<String>::new());
-    assert_eq!((seen.pools[0].filling, seen.pools[0].pinned), (1, 2));
+    assert_eq!((seen.pools[0].filling, seen.pools[0].pinned), (3, 4));
     assert_eq!(seen.members.iter().map(|m| m.index).collect::<Vec<_>>(), [0, 1]);
     assert!(matches!(pool.acquire(&key(2)).unwrap(), Acquired::Waiter(_)));
     // Its death is proven while the grandchild lives on (it holds our pipe).
     forker.kill();
     let reaped = member.reap(MemberId(1), None);
-    assert_eq!((reaped.done, reaped.slots, reaped.pins), (true, 1, 2));
+    assert_eq!((reaped.done, reaped.slots, reaped.pins), (true, 3, 4));
     drop(own(&pool, &key(2)));
     assert_eq!(control.inspect().pools[0].pinned, 0);
 }
