@@ -14,13 +14,14 @@ use crate::{
     key::Hashed,
     layout::{Bucket, Slot},
     member::{MemberInner, MemberState, MemberWord},
+    pins::is_unpinned,
     region::PoolTables,
     slot::{Phase, SlotWord},
     sync::{AtomicU32, Backoff, Ordering},
 };
 
 /// A key in the form the tables compare.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RawKey {
     pub(crate) lo: u64,
     pub(crate) hi: u64,
@@ -52,7 +53,7 @@ impl Slot {
     }
 
     pub(crate) fn unpinned(&self) -> bool {
-        self.pins.iter().all(|word| word.load(Ordering::SeqCst) == 0)
+        is_unpinned(&self.pins)
     }
 }
 
@@ -60,12 +61,21 @@ fn entry(tag: u32, slot: u32) -> u64 {
     (u64::from(tag) << 32) | (u64::from(slot) + 1)
 }
 
-/// Slot and tag of an entry; `None` for an empty one.
-fn parse(entry: u64) -> Option<(u32, u32)> {
+/// Slot + 1 and tag of an entry.
+fn split(entry: u64) -> (u32, u32) {
     let tag = u32::try_from(entry >> 32).unwrap_or(0);
     let slot = u32::try_from(entry & u64::from(u32::MAX)).unwrap_or(0);
+    (slot, tag)
+}
+
+/// Slot and tag of an entry; `None` for an empty one.
+fn parse(entry: u64) -> Option<(u32, u32)> {
+    let (slot, tag) = split(entry);
     slot.checked_sub(1).map(|slot| (slot, tag))
 }
+
+/// More than any pool has.
+const NO_SLOT: u32 = u32::MAX;
 
 /// What a look into a bucket under its lock found.
 #[derive(Debug)]
@@ -128,7 +138,31 @@ impl PoolTables {
         None
     }
 
-    fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &Slot, SlotWord)> {
+    /// Begins to read a key's bucket, for a look at it soon.
+    pub(crate) fn fetch_bucket(&self, key: &RawKey) {
+        if let Some(bucket) = self.buckets.get(self.bucket_index(key.hashed)) {
+            bucket.overflow.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Begins to read the slot that probably has the key. No slot has the number returned when
+    /// there is none.
+    pub(crate) fn fetch_slot(&self, key: &RawKey) -> u32 {
+        let Some(bucket) = self.buckets.get(self.bucket_index(key.hashed)) else { return NO_SLOT };
+        // Without branches on what was read: a wrong guess would wait for the memory.
+        let mut likely = NO_SLOT;
+        for entry in &bucket.entries {
+            let (slot, tag) = split(entry.load(Ordering::Acquire));
+            likely = if tag == key.hashed.tag { slot.wrapping_sub(1) } else { likely };
+        }
+        if let Some(slot) = self.slot(likely) {
+            slot.word.load(Ordering::Relaxed);
+        }
+        likely
+    }
+
+    /// The slot, if it has the key.
+    pub(crate) fn candidate(&self, index: u32, key: &RawKey) -> Option<(u32, &Slot, SlotWord)> {
         let slot = self.slot(index)?;
         let word = slot.load();
         let there = word.phase().is_resident() || word.phase().is_claimed();

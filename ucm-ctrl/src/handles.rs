@@ -192,6 +192,9 @@ impl Waiter {
                 return WaitOutcome::Deadline;
             }
             self.0.with(|_, slot| slot.version.sleep(seen, deadline));
+            if let Some(outcome) = ended(self.state()) {
+                return outcome;
+            }
         }
     }
 

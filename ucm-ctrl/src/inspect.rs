@@ -29,6 +29,7 @@ macro_rules! statistics {
             fn add(&mut self, counters: &Counters) {
                 let get = |c: &Counter| c.load(Ordering::Relaxed);
                 $(self.$name = self.$name.wrapping_add(get(&counters.$name));)+
+                self.hits = self.hits.wrapping_add(get(&counters.further_hits));
             }
 
             /// Names and values, in a fixed order.

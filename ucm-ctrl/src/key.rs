@@ -174,7 +174,7 @@ fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// Position of a key in the index: first bucket and tag.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Hashed {
     pub(crate) position: u64,
     pub(crate) tag: u32,

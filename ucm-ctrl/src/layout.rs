@@ -96,7 +96,9 @@ pub(crate) struct Counters {
     pub(crate) recoveries: Counter,
     pub(crate) repairs: Counter,
     pub(crate) expelled: Counter,
-    _reserved: Pad<8>,
+    /// Hits of all threads but the one that counts in `hits`.
+    pub(crate) further_hits: Counter,
+    _reserved: Pad<7>,
 }
 
 /// One member (rank or scheduler) of the region.

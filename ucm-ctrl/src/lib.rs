@@ -49,7 +49,9 @@ mod layout;
 #[cfg(not(ucm_loom))]
 mod lease;
 mod leftover;
+mod lookup;
 mod member;
+mod pins;
 mod pool;
 mod reap;
 mod region;
@@ -73,10 +75,11 @@ pub use key::{BlockId, Identity, Key, Namespace, ParallelAxis};
 pub use layout::{LAYOUT_VERSION, MAX_MEMBERS, MAX_POOLS};
 #[cfg(not(ucm_loom))]
 pub use lease::{Lease, LeaseOutcome, LeaseTicket, Redeemed};
+pub use lookup::Presence;
 #[cfg(not(ucm_loom))]
 pub use member::WeakMember;
 pub use member::{Doorbell, Member, MemberSpec, MemberState, Role};
-pub use pool::{Acquired, Pool, PoolId, Prealloc, Presence, Removal, SlotId};
+pub use pool::{Acquired, Pool, PoolId, Prealloc, Removal, SlotId};
 pub use reap::Reaped;
 pub use slot::{FailKind, Phase};
 

@@ -39,6 +39,7 @@
 mod bytes;
 mod evicting;
 mod owning;
+mod pinning;
 mod seats;
 mod waking;
 

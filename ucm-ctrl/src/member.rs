@@ -1,7 +1,7 @@
 //! Members: ranks and schedulers that joined the region.
 //!
-//! **Invariant:** a shared pin bit is set exactly while the member's own count for that slot is
-//! above zero; a count below zero poisons the member instead of being clamped.
+//! **Invariant:** a release without a pin poisons the member instead of being ignored; a member
+//! that somebody has cleared up after writes no more.
 
 use std::{fmt, sync::OnceLock, time::Instant};
 
@@ -10,9 +10,10 @@ use crate::{
     event::SLEEPERS,
     failpoint::failpoint,
     handles::announce,
-    layout::{Counters, MAX_MEMBERS, MemberRecord},
-    region::{Region, zeroed_counts},
-    sync::{Arc, AtomicU32, AtomicU64, Backoff, Counter, Ordering, seqcst_point, spin_hint},
+    layout::{Counters, MAX_MEMBERS, MemberRecord, Slot},
+    pins::{Pins, Release},
+    region::Region,
+    sync::{Arc, AtomicU32, AtomicU64, Counter, Ordering, spin_hint},
 };
 
 /// What a member does.
@@ -119,10 +120,9 @@ pub(crate) struct MemberInner {
     pub(crate) generation: u32,
     /// The record's word while this stay goes on.
     joined: u64,
-    pin_word: usize,
-    pin_bit: u64,
-    /// Pins of this process by pool and slot.
-    counts: Vec<Box<[AtomicU32]>>,
+    pins: Pins,
+    /// The thread that counts its hits alone, by its [`thread_mark`]; 0 before the first hit.
+    hit_thread: Counter,
     /// Set when the member must not touch the region any more.
     fenced: AtomicU32,
     /// 1 while all waits of this process end at once.
@@ -141,7 +141,6 @@ pub(crate) struct MemberInner {
     guard: OnceLock<Box<dyn std::any::Any + Send + Sync>>,
 }
 
-const BUSY: u32 = u32::MAX;
 const NOT_FENCED: u32 = 0;
 const FENCED_LOST: u32 = 1;
 const FENCED_UNDERFLOW: u32 = 2;
@@ -224,16 +223,14 @@ fn introduce(
     let joined = MemberWord::with(MemberState::Joined, 0, generation);
     record.word.store(joined.0, Ordering::SeqCst);
     failpoint!("join.joined.after");
-    let counts =
-        control.region.geometry().pools.iter().map(|pool| zeroed_counts(pool.total())).collect();
+    let slots = control.region.geometry().pools.iter().map(crate::PoolGeometry::total);
     let inner = MemberInner {
         control: control.clone(),
         index,
         generation,
         joined: joined.0,
-        pin_word: usize::from(index) / 64,
-        pin_bit: 1 << (index % 64),
-        counts,
+        pins: Pins::new(index, slots),
+        hit_thread: Counter::new(0),
         fenced: AtomicU32::new(NOT_FENCED),
         interrupted: Counter::new(0),
         liveness: OnceLock::new(),
@@ -428,6 +425,14 @@ impl fmt::Debug for Doorbell {
     }
 }
 
+/// A number that no other living thread of this process has; never 0.
+fn thread_mark() -> u64 {
+    thread_local! {
+        static MARK: u8 = const { 0 };
+    }
+    MARK.with(|mark| std::ptr::from_ref(mark).addr() as u64)
+}
+
 impl MemberInner {
     /// Refuses when this handle must not begin anything in the region any more.
     pub(crate) fn check(&self) -> Result<(), CtrlError> {
@@ -497,13 +502,8 @@ impl MemberInner {
         let region = &self.control.region;
         // A wait sleeps on its slot's version or on the doorbell. Others that sleep there look again
         // and go on sleeping.
-        for (pool, counts) in self.counts.iter().enumerate() {
-            let Some(tables) = region.pool(pool) else { continue };
-            for (slot, count) in tables.slots.iter().zip(counts) {
-                if count.load(Ordering::SeqCst) != 0 {
-                    announce(region, slot);
-                }
-            }
+        for (_, _, slot) in self.slots().filter(|(_, _, slot)| self.pins.is_set(&slot.pins)) {
+            announce(region, slot);
         }
         if let Some(record) = self.record() {
             record.doorbell.0.ring();
@@ -522,101 +522,64 @@ impl MemberInner {
         }
     }
 
+    /// Counts a hit. The thread that made the first one does so without a locked instruction.
+    pub(crate) fn count_hit(&self) {
+        let Some(record) = self.control.region.member(self.index) else { return };
+        let (counters, me) = (&record.counters, thread_mark());
+        let mine = |thread: u64| thread == me || thread == 0 && self.claim_hits(me);
+        if mine(self.hit_thread.load(Ordering::Relaxed)) {
+            let hits = counters.hits.load(Ordering::Relaxed);
+            counters.hits.store(hits.wrapping_add(1), Ordering::Relaxed);
+        } else {
+            counters.further_hits.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[cold]
+    fn claim_hits(&self, thread: u64) -> bool {
+        self.hit_thread.compare_exchange(0, thread, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
+
     pub(crate) fn is_dead(&self, member: u8) -> bool {
         self.liveness.get().is_some_and(|l| l.is_dead(MemberId(member)))
     }
 
-    fn local(&self, pool: u8, slot: u32) -> Option<&AtomicU32> {
-        self.counts.get(usize::from(pool))?.get(slot as usize)
-    }
-
-    /// Pins a slot once more. The shared bit is set by the first pin of this process.
+    /// Pins a slot once more.
     pub(crate) fn pin(&self, pool: u8, slot: u32, pins: &[AtomicU64; 2]) {
-        let (Some(local), Some(shared)) = (self.local(pool, slot), pins.get(self.pin_word)) else {
-            return;
-        };
-        let mut backoff = Backoff::default();
-        loop {
-            let count = local.load(Ordering::Relaxed);
-            match count {
-                BUSY => {
-                    backoff.snooze();
-                }
-                0 => {
-                    // Two threads must not mix up setting and clearing the shared bit.
-                    if local.compare_exchange(0, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok()
-                    {
-                        failpoint!("pin.bit.before");
-                        shared.fetch_or(self.pin_bit, Ordering::SeqCst);
-                        failpoint!("pin.bit.after");
-                        seqcst_point();
-                        local.store(1, Ordering::Release);
-                        return;
-                    }
-                }
-                _ => {
-                    if local
-                        .compare_exchange(count, count + 1, Ordering::Acquire, Ordering::Relaxed)
-                        .is_ok()
-                    {
-                        return;
-                    }
-                }
-            }
-        }
+        self.pins.pin(pool, slot, pins);
     }
 
     /// Releases one pin; true when it was the slot's last pin of all members. Only to be called
     /// while [`may_write`](Self::may_write).
     pub(crate) fn unpin(&self, pool: u8, slot: u32, pins: &[AtomicU64; 2]) -> bool {
-        let (Some(local), Some(shared)) = (self.local(pool, slot), pins.get(self.pin_word)) else {
-            return false;
-        };
-        let mut backoff = Backoff::default();
-        loop {
-            let count = local.load(Ordering::Relaxed);
-            match count {
-                BUSY => {
-                    backoff.snooze();
-                }
-                0 => {
-                    self.fenced.store(FENCED_UNDERFLOW, Ordering::SeqCst);
-                    return false;
-                }
-                1 => {
-                    if local.compare_exchange(1, BUSY, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-                    {
-                        failpoint!("unpin.bit.before");
-                        let left =
-                            shared.fetch_and(!self.pin_bit, Ordering::SeqCst) & !self.pin_bit;
-                        failpoint!("unpin.bit.after");
-                        seqcst_point();
-                        local.store(0, Ordering::Release);
-                        return left == 0
-                            && pins.iter().all(|word| word.load(Ordering::SeqCst) == 0);
-                    }
-                }
-                _ => {
-                    if local
-                        .compare_exchange(count, count - 1, Ordering::Release, Ordering::Relaxed)
-                        .is_ok()
-                    {
-                        return false;
-                    }
-                }
+        match self.pins.unpin(pool, slot, pins) {
+            Release::Pinned => false,
+            Release::Last => true,
+            // Whoever clears up after a member takes its pins away, too.
+            Release::Nothing if !self.is_joined() => {
+                self.has_lost_a_slot();
+                false
+            }
+            Release::Nothing => {
+                self.fenced.store(FENCED_UNDERFLOW, Ordering::SeqCst);
+                false
             }
         }
     }
 
-    /// Pins this process holds, over all slots. Walks all slots: for inspection and tests.
+    /// Pins this process holds, over all slots; 0 in a forked child.
     pub(crate) fn pins_held(&self) -> u64 {
-        let count = |c: &AtomicU32| u64::from(c.load(Ordering::Relaxed));
-        self.counts
-            .iter()
-            .flat_map(|pool| pool.iter())
-            .map(count)
-            .filter(|c| *c != u64::from(BUSY))
-            .sum()
+        self.slots().map(|(pool, index, slot)| self.pins.held(pool, index, &slot.pins)).sum()
+    }
+
+    /// All slots with pool and index; none in a forked child.
+    fn slots(&self) -> impl Iterator<Item = (u8, u32, &Slot)> {
+        let region = &self.control.region;
+        let pools = if region.is_ours() { region.geometry().pools.len() } else { 0 };
+        (0..).take(pools).flat_map(|pool: u8| {
+            let slots = region.pool(usize::from(pool)).map(|tables| &tables.slots[..]);
+            (0..).zip(slots.unwrap_or(&[])).map(move |(index, slot)| (pool, index, slot))
+        })
     }
 }
 

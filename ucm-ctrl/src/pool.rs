@@ -40,18 +40,6 @@ pub enum Acquired {
     Full,
 }
 
-/// What a lookup says about a key. Lookups pin nothing and set no accessed bits.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Presence {
-    /// Not resident, or resident without bytes.
-    #[default]
-    Absent,
-    /// Being filled.
-    Filling,
-    /// Resident and ready.
-    Ready,
-}
-
 /// What a preallocation did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Prealloc {
@@ -99,6 +87,12 @@ pub(crate) enum Linked {
     Raced,
     /// The bucket is in the hands of a member that was stopped.
     Busy,
+}
+
+#[derive(Clone, Copy)]
+struct Hit {
+    slot: u32,
+    generation: u64,
 }
 
 enum Insertion {
@@ -152,7 +146,40 @@ impl Pool {
     /// # Errors
     /// `Invalid` for a shard outside `0..shards_per_block`; `Fenced` when this member may not use
     /// the cache any more.
+    #[inline]
     pub fn acquire(&self, key: &Key) -> Result<Acquired, CtrlError> {
+        match self.hit(key) {
+            Some(hit) => Ok(Acquired::Hit(Pin::new(Handle::new(self, hit.slot, hit.generation)))),
+            None => self.acquire_slowly(key),
+        }
+    }
+
+    /// Pins the key if it is ready and nothing stands in the way. Apart from [`enter`](Self::enter),
+    /// so that the answer fits into registers.
+    fn hit(&self, key: &Key) -> Option<Hit> {
+        let tables = self.enter_tables(key).ok()?;
+        let raw = self.raw(key);
+        let (index, slot, word) = tables.find(&raw)?;
+        if word.phase() != Phase::Ready {
+            return None;
+        }
+        self.member.pin(self.id.0, index, &slot.pins);
+        let word = slot.load();
+        if word.phase() != Phase::Ready || !slot.holds(&raw) {
+            self.unpin(tables, index, slot);
+            return None;
+        }
+        self.count_hit(tables, index);
+        Some(Hit { slot: index, generation: word.generation() })
+    }
+
+    fn count_hit(&self, tables: &PoolTables, index: u32) {
+        tables.mark(index);
+        failpoint!("hit.mark.after");
+        self.member.count_hit();
+    }
+
+    fn acquire_slowly(&self, key: &Key) -> Result<Acquired, CtrlError> {
         let tables = self.enter_tables(key)?;
         let raw = self.raw(key);
         let mut backoff = Backoff::default();
@@ -221,9 +248,7 @@ impl Pool {
             let handle = |word: SlotWord| Handle::new(self, index, word.generation());
             match word.phase() {
                 Phase::Ready => {
-                    tables.mark(index);
-                    failpoint!("hit.mark.after");
-                    me.count(|c| &c.hits, 1);
+                    self.count_hit(tables, index);
                     return Some(Acquired::Hit(Pin::new(handle(word))));
                 }
                 Phase::Filling => {
@@ -342,47 +367,6 @@ impl Pool {
         me.count(|c| &c.preallocs, 1);
         me.count(|c| &c.prealloc_reserved, u64::from(reserved));
         Ok(if reserved { Prealloc::MadeReserved } else { Prealloc::Made })
-    }
-
-    /// Says for each key whether it is there; `out` beyond the keys stays as it is.
-    ///
-    /// # Errors
-    /// `Invalid` when `out` is shorter than `keys`; `Fenced`.
-    pub fn lookup(&self, keys: &[Key], out: &mut [Presence]) -> Result<(), CtrlError> {
-        self.member.check()?;
-        if out.len() < keys.len() {
-            return Err(CtrlError::Invalid(format!(
-                "{} answers do not fit into {}",
-                keys.len(),
-                out.len()
-            )));
-        }
-        let tables = self.tables()?;
-        for (key, out) in keys.iter().zip(out) {
-            *out = self.presence(tables, key);
-        }
-        Ok(())
-    }
-
-    /// Length of the longest prefix of keys that are all `Ready`.
-    ///
-    /// # Errors
-    /// `Fenced`.
-    pub fn prefix_lookup(&self, keys: &[Key]) -> Result<usize, CtrlError> {
-        self.member.check()?;
-        let tables = self.tables()?;
-        Ok(keys.iter().take_while(|key| self.presence(tables, key) == Presence::Ready).count())
-    }
-
-    fn presence(&self, tables: &PoolTables, key: &Key) -> Presence {
-        match tables.find(&self.raw(key)) {
-            Some((_, _, word)) => match word.phase() {
-                Phase::Ready => Presence::Ready,
-                Phase::Filling => Presence::Filling,
-                _ => Presence::Absent,
-            },
-            None => Presence::Absent,
-        }
     }
 
     /// Renews all resident shards of these blocks; returns how many. Unknown blocks are ignored.
