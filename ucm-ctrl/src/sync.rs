@@ -56,6 +56,17 @@ mod imp {
                         order => self.0.load(order),
                     }
                 }
+
+                /// As the original; a swap when `SeqCst`, because loom may order a plain store
+                /// between the two halves of another thread's read-modify-write.
+                pub fn store(&self, word: $word, order: Ordering) {
+                    match order {
+                        Ordering::SeqCst => {
+                            self.0.swap(word, Ordering::Release);
+                        }
+                        order => self.0.store(word, order),
+                    }
+                }
             }
 
             impl Deref for $name {
