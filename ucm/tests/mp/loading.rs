@@ -92,9 +92,9 @@ fn f9_waiters_of_a_failed_owner_hear_at_once_and_can_retry() {
     // Exactly one of the two waiters becomes the owner; the other waits for it.
     let owner = first_to_start(&mut procs, 1..3);
     procs[owner].release(5);
-    for rank in 1..3 {
-        procs[rank].loaded(1);
-        assert!(procs[rank].drain("started").is_empty());
+    for waiter in &mut procs[1..3] {
+        waiter.loaded(1);
+        assert!(waiter.drain("started").is_empty());
     }
     procs[0].load(2, &[5]);
     procs[0].loaded(2);
