@@ -15,6 +15,7 @@ pub(crate) struct Admission {
     max_dump_bytes: u64,
     tasks: Count,
     shards: Count,
+    load_bytes: Count,
     dump_bytes: Count,
 }
 
@@ -27,17 +28,21 @@ impl Admission {
             max_dump_bytes,
             tasks: Count::default(),
             shards: Count::default(),
+            load_bytes: Count::default(),
             dump_bytes: Count::default(),
         })
     }
 
-    /// A share for one load task of `shards` shards.
-    pub(crate) fn load(self: &Arc<Self>, shards: u64) -> Result<Share, QueueError> {
+    /// A share for one load task of `shards` shards and `bytes` bytes.
+    pub(crate) fn load(self: &Arc<Self>, shards: u64, bytes: u64) -> Result<Share, QueueError> {
         fits("shards", shards, self.max_shards)?;
         take("tasks", &self.tasks, 1, self.max_tasks)?;
-        let mut share = Share { of: Arc::clone(self), tasks: 1, shards: 0, bytes: 0 };
+        let mut share =
+            Share { of: Arc::clone(self), tasks: 1, shards: 0, load_bytes: 0, dump_bytes: 0 };
         take("shards", &self.shards, shards, self.max_shards)?;
         share.shards = shards;
+        self.load_bytes.add(bytes);
+        share.load_bytes = bytes;
         Ok(share)
     }
 
@@ -49,7 +54,19 @@ impl Admission {
     ) -> Result<Vec<Share>, QueueError> {
         fits("dump bytes", total, self.max_dump_bytes)?;
         take("dump bytes", &self.dump_bytes, total, self.max_dump_bytes)?;
-        Ok(lens.map(|bytes| Share { of: Arc::clone(self), tasks: 0, shards: 0, bytes }).collect())
+        let share = |dump_bytes| Share {
+            of: Arc::clone(self),
+            tasks: 0,
+            shards: 0,
+            load_bytes: 0,
+            dump_bytes,
+        };
+        Ok(lens.map(share).collect())
+    }
+
+    /// Bytes of load tasks admitted and not yet ended.
+    pub(crate) fn load_bytes_held(&self) -> u64 {
+        self.load_bytes.value()
     }
 
     /// Bytes of dumps admitted and not yet ended.
@@ -64,14 +81,16 @@ pub(crate) struct Share {
     of: Arc<Admission>,
     tasks: u64,
     shards: u64,
-    bytes: u64,
+    load_bytes: u64,
+    dump_bytes: u64,
 }
 
 impl Drop for Share {
     fn drop(&mut self) {
         self.of.tasks.sub(self.tasks);
         self.of.shards.sub(self.shards);
-        self.of.dump_bytes.sub(self.bytes);
+        self.of.load_bytes.sub(self.load_bytes);
+        self.of.dump_bytes.sub(self.dump_bytes);
     }
 }
 

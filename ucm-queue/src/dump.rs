@@ -14,8 +14,10 @@ use ucm_ctrl::{FailKind, Key};
 use ucm_transport::Addr;
 
 use crate::{
-    ErrorKind, QueueError,
+    CommitGroup, ErrorKind, Produced, QueueError,
     admission::{Admission, Share},
+    group::Ballot,
+    inbox::{Event, Inbox},
     regions::Regions,
     task::Bounds,
 };
@@ -27,6 +29,11 @@ pub struct DumpTask {
     pub shards: Vec<DumpRef>,
     /// Whether the backend must store them too.
     pub durable: bool,
+    /// Nothing is read before this event; if its producer fails, the shards end as `Abandoned`.
+    pub after: Option<Produced>,
+    /// Nothing is published before the whole group commits; if it does not, the shards end as
+    /// `Cancelled`.
+    pub group: Option<CommitGroup>,
 }
 
 /// One shard and where its bytes are.
@@ -192,6 +199,8 @@ pub(crate) struct DumpItem {
     pub(crate) src: Addr,
     pub(crate) len: u64,
     pub(crate) durable: bool,
+    /// The dump task, if its shards are held back together.
+    pub(crate) group: Option<u64>,
     /// How often another filler's failure was met.
     pub(crate) retries: u8,
     pub(crate) promise: KeyPromise,
@@ -209,16 +218,22 @@ impl DumpItem {
 
 /// A checked dump task.
 pub(crate) struct PreparedDump {
+    pub(crate) id: u64,
     pub(crate) items: Vec<DumpItem>,
+    /// Whether it must wait for its producer.
+    pub(crate) gated: bool,
+    pub(crate) ballot: Option<Ballot>,
 }
 
 impl DumpTask {
     /// Checks everything and computes what the core needs.
     pub(crate) fn prepare(
         self,
+        id: u64,
         bounds: &Bounds,
         regions: &Regions,
         admission: &Arc<Admission>,
+        inbox: &Arc<Inbox>,
     ) -> Result<(Box<PreparedDump>, DumpHandle), QueueError> {
         let mut keys = HashSet::with_capacity(self.shards.len());
         let mut extents = Vec::with_capacity(self.shards.len());
@@ -263,11 +278,21 @@ impl DumpTask {
                 src,
                 len,
                 durable: self.durable,
+                group: self.group.as_ref().map(|_| id),
                 retries: 0,
                 promise: KeyPromise { shared: Arc::clone(&shared), index },
                 share,
             })
             .collect();
-        Ok((Box::new(PreparedDump { items }), DumpHandle { shared }))
+        let ballot = self.group.map(|group| {
+            let inbox = Arc::downgrade(inbox);
+            let decided = move |commit| {
+                // Nobody is left to care when the queue is gone.
+                let _ = inbox.upgrade().map(|inbox| inbox.push(Event::Decided(id, commit)));
+            };
+            Ballot::new(group, Box::new(decided))
+        });
+        let gated = self.after.is_some();
+        Ok((Box::new(PreparedDump { id, items, gated, ballot }), DumpHandle { shared }))
     }
 }

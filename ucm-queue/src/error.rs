@@ -42,11 +42,22 @@ impl ErrorKind {
 pub struct QueueError {
     kind: ErrorKind,
     message: String,
+    predicted: Option<std::time::Duration>,
 }
 
 impl QueueError {
     pub(crate) fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into() }
+        Self { kind, message: message.into(), predicted: None }
+    }
+
+    pub(crate) fn too_late(message: String, predicted: std::time::Duration) -> Self {
+        Self { kind: ErrorKind::TooLate, message, predicted: Some(predicted) }
+    }
+
+    /// How long the refused request would have taken, for `TooLate`.
+    #[must_use]
+    pub fn predicted(&self) -> Option<std::time::Duration> {
+        self.predicted
     }
 
     /// Kind of the failure.

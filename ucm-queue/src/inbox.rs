@@ -19,6 +19,10 @@ pub(crate) enum Event {
     Submit(Box<Prepared>),
     /// A new dump task.
     Dump(Box<PreparedDump>),
+    /// The producer of this gated dump has finished, well or not.
+    Produced(u64, bool),
+    /// The group of this dump has been decided.
+    Decided(u64, bool),
     /// Cancel the load task of this id.
     Cancel(u64),
     /// A backend operation ended.

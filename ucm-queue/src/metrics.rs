@@ -129,6 +129,10 @@ counters! {
     dump_failed,
     /// Bytes of dumps admitted and not yet ended.
     dump_bytes_in_flight,
+    /// Groups that committed.
+    groups_committed,
+    /// Groups that were given up.
+    groups_aborted,
     /// Backend dumps in flight now.
     dumps_in_flight,
     /// Turns of the dispatcher.

@@ -11,7 +11,7 @@ use std::{
     pin::Pin,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use rustix::event::{EventfdFlags, eventfd};
@@ -50,9 +50,17 @@ pub struct TaskHandle {
     id: u64,
     shared: Arc<TaskShared>,
     inbox: Arc<Inbox>,
+    pub(crate) predicted: Duration,
 }
 
 impl TaskHandle {
+    /// How long the task was expected to take when it was admitted, behind everything before it;
+    /// zero before anything was measured.
+    #[must_use]
+    pub fn predicted(&self) -> Duration {
+        self.predicted
+    }
+
     /// Number of requests.
     #[must_use]
     pub fn requests(&self) -> usize {
@@ -278,7 +286,8 @@ impl Promise {
             }),
             changed: Condvar::new(),
         });
-        (Self { shared: Arc::clone(&shared) }, TaskHandle { id, shared, inbox })
+        let predicted = Duration::ZERO;
+        (Self { shared: Arc::clone(&shared) }, TaskHandle { id, shared, inbox, predicted })
     }
 
     /// Ends a request; a request that has ended stays as it is.

@@ -18,15 +18,17 @@ use ucm_store::Backend;
 use ucm_transport::{Memory, RegionId, TransferEngine, TransferError};
 
 use crate::{
-    DumpHandle, DumpTask, ErrorKind, Order, QueueError, QueueStats, SlotMemory, Task, TaskHandle,
+    DumpHandle, DumpTask, ErrorKind, LayerGroup, Layers, Order, QueueError, QueueStats, SlotMemory,
+    Task, TaskHandle,
     admission::Admission,
     core::{Core, Limits, Parts},
     driver::{Driver, Health, Vitals},
     inbox::{EngineWaker, Event, Inbox},
     metrics::Metrics,
+    pace::Pace,
     regions::Regions,
     staging::{BufferRegistrar, StagingPool},
-    task::Bounds,
+    task::{Bounds, Prepared},
 };
 
 /// Bytes a task reads in its turn if no staging buffer says how many.
@@ -54,6 +56,7 @@ pub struct Builder {
     max_shards: u64,
     max_dump_bytes: u64,
     grace: Duration,
+    refuse_late: bool,
     #[cfg(feature = "testing")]
     panic_at_step: Option<u64>,
 }
@@ -112,8 +115,8 @@ impl Builder {
     }
 
     /// Most load tasks with reads in flight, at least 1. Further tasks wait in line, first come
-    /// first; a task that has read a staging buffer's worth of bytes (without a pool: 8 MiB) goes
-    /// to the end of that line. No limit by default: then all tasks take turns shard by shard.
+    /// first; a task that has read its share of the staging buffers, one at least (without a pool:
+    /// 8 MiB), goes to the end of that line. No limit by default: then all tasks take turns shard by shard.
     pub fn tasks_in_flight(mut self, tasks: usize) -> Self {
         self.tasks_in_flight = tasks.max(1);
         self
@@ -131,6 +134,13 @@ impl Builder {
     /// default.
     pub fn max_dump_bytes(mut self, bytes: u64) -> Self {
         self.max_dump_bytes = bytes;
+        self
+    }
+
+    /// Whether a request whose deadline would pass before it could end, at the pace measured so far,
+    /// is refused at once as `TooLate`. Off by default.
+    pub fn refuse_late(mut self, refuse: bool) -> Self {
+        self.refuse_late = refuse;
         self
     }
 
@@ -177,6 +187,7 @@ impl Builder {
         let bell = self.member.doorbell();
         let inbox = Inbox::new(move || bell.ring());
         let metrics = Arc::new(Metrics::default());
+        let pace = Arc::<Pace>::default();
         let depth = self.backend_depth.unwrap_or_else(|| self.backend.capabilities().depth);
         let limits = Limits {
             backend_depth: depth.max(1),
@@ -184,7 +195,7 @@ impl Builder {
             dump_depth: self.dump_depth,
             ranks: self.ranks,
             tasks_in_flight: self.tasks_in_flight,
-            turn_bytes: self.staging[0].as_ref().map_or(TURN_BYTES, StagingPool::buffer_bytes),
+            turn_bytes: self.turn_bytes(),
         };
         let staging = self.staging;
         if let Some(registrar) = &self.registrar {
@@ -209,6 +220,7 @@ impl Builder {
             engine: self.engine.clone(),
             inbox: inbox.clone(),
             metrics: metrics.clone(),
+            pace: pace.clone(),
             #[cfg(feature = "testing")]
             panic_at_step: self.panic_at_step,
         };
@@ -220,10 +232,20 @@ impl Builder {
             inbox,
             metrics,
             vitals: Arc::default(),
+            pace,
+            refuse_late: self.refuse_late,
             engine: self.engine,
             next_id: AtomicU64::new(1),
         };
         Ok((shared, Core::new(parts, now)))
+    }
+
+    /// Bytes of a task's turn: its share of the staging buffers.
+    fn turn_bytes(&self) -> u64 {
+        self.staging[0].as_ref().map_or(TURN_BYTES, |pool| {
+            let share = pool.depth() as usize / self.tasks_in_flight;
+            pool.buffer_bytes().saturating_mul(share.max(1) as u64)
+        })
     }
 
     fn bounds(&self) -> Result<Bounds, QueueError> {
@@ -286,6 +308,8 @@ pub(crate) struct Shared {
     pub(crate) inbox: Arc<Inbox>,
     metrics: Arc<Metrics>,
     vitals: Arc<Vitals>,
+    pace: Arc<Pace>,
+    refuse_late: bool,
     engine: Arc<dyn TransferEngine>,
     next_id: AtomicU64,
 }
@@ -319,6 +343,7 @@ impl LoadQueue {
             max_shards: 1 << 20,
             max_dump_bytes: 1 << 30,
             grace: Duration::from_secs(5),
+            refuse_late: false,
             #[cfg(feature = "testing")]
             panic_at_step: None,
         }
@@ -359,6 +384,15 @@ impl LoadQueue {
     /// See [`ErrorKind`]: nothing was accepted, and the message has the numbers.
     pub fn submit(&self, task: Task) -> Result<TaskHandle, QueueError> {
         self.shared.submit(task, Instant::now())
+    }
+
+    /// Submits one task per group of layers. Each group begins to read when the one before has
+    /// nothing more to claim, so they end about in order. Returns at once.
+    ///
+    /// # Errors
+    /// As [`submit`](Self::submit): if one group is refused, nothing was accepted.
+    pub fn submit_layers(&self, groups: Vec<LayerGroup>) -> Result<Layers, QueueError> {
+        self.shared.submit_layers(groups, Instant::now())
     }
 
     /// Submits a dump task. Returns at once.
@@ -424,20 +458,74 @@ impl Shared {
 
     pub(crate) fn submit(&self, task: Task, now: Instant) -> Result<TaskHandle, QueueError> {
         self.counted(|| {
-            let share = self.admission.load(task.shards())?;
-            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-            let inbox = self.inbox.clone();
-            let (prepared, handle) =
-                task.prepare(id, now, &self.bounds, &self.regions, share, inbox)?;
+            let (prepared, handle) = self.prepare(task, now)?;
             self.push(Event::Submit(prepared))?;
             Ok(handle)
         })
     }
 
+    pub(crate) fn submit_layers(
+        &self,
+        groups: Vec<LayerGroup>,
+        now: Instant,
+    ) -> Result<Layers, QueueError> {
+        self.counted(|| {
+            let mut prepared = Vec::with_capacity(groups.len());
+            let mut handles = Vec::with_capacity(groups.len());
+            let mut before = None;
+            for LayerGroup { layers, task } in groups {
+                let (mut next, handle) = self.prepare(task, now)?;
+                next.after = before.replace(next.id);
+                prepared.push(next);
+                handles.push((layers, handle));
+            }
+            for next in prepared {
+                self.push(Event::Submit(next))?;
+            }
+            Ok(Layers::new(handles))
+        })
+    }
+
+    fn prepare(&self, task: Task, now: Instant) -> Result<(Box<Prepared>, TaskHandle), QueueError> {
+        let shard_bytes = self.bounds.shard_bytes;
+        let bytes = task.bytes_until(shard_bytes).last().unwrap_or(0);
+        let ahead = self.admission.load_bytes_held();
+        if self.refuse_late {
+            for (request, bytes) in task.requests.iter().zip(task.bytes_until(shard_bytes)) {
+                let deadline = request.deadline.and_then(|deadline| deadline.at(now));
+                let predicted = self.pace.time_of(ahead.saturating_add(bytes));
+                if deadline.is_some_and(|at| at < now + predicted) {
+                    let message = format!(
+                        "{bytes} bytes behind {ahead} take about {predicted:?} at the pace so far, \
+                         longer than the deadline allows: recompute instead"
+                    );
+                    return Err(QueueError::too_late(message, predicted));
+                }
+            }
+        }
+        let share = self.admission.load(task.shards(), bytes)?;
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let inbox = self.inbox.clone();
+        let (prepared, mut handle) =
+            task.prepare(id, now, &self.bounds, &self.regions, share, inbox)?;
+        handle.predicted = self.pace.time_of(ahead.saturating_add(bytes));
+        Ok((prepared, handle))
+    }
+
     pub(crate) fn dump(&self, task: DumpTask) -> Result<DumpHandle, QueueError> {
         self.counted(|| {
-            let (prepared, handle) = task.prepare(&self.bounds, &self.regions, &self.admission)?;
+            let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+            let after = task.after.clone();
+            let (prepared, handle) =
+                task.prepare(id, &self.bounds, &self.regions, &self.admission, &self.inbox)?;
             self.push(Event::Dump(prepared))?;
+            if let Some(after) = after {
+                let inbox = Arc::downgrade(&self.inbox);
+                after.when(Box::new(move |well| {
+                    // A queue that is gone has ended the dump.
+                    let _ = inbox.upgrade().map(|inbox| inbox.push(Event::Produced(id, well)));
+                }));
+            }
             self.metrics.dump_tasks.add(1);
             Ok(handle)
         })

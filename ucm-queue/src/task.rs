@@ -59,6 +59,16 @@ pub enum Deadline {
     At(Instant),
 }
 
+impl Deadline {
+    /// The moment, for a task admitted `now`; a time beyond the clock's range is no deadline.
+    pub(crate) fn at(self, now: Instant) -> Option<Instant> {
+        match self {
+            Self::After(time) => now.checked_add(time),
+            Self::At(at) => Some(at),
+        }
+    }
+}
+
 /// In which order a task's shards are visited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -165,6 +175,16 @@ impl Task {
     /// Shards of all requests.
     pub(crate) fn shards(&self) -> u64 {
         self.requests.iter().map(|request| request.shards.len() as u64).sum()
+    }
+
+    /// Bytes up to the end of each request, shards of several requests counted in each.
+    pub(crate) fn bytes_until(&self, shard_bytes: u64) -> impl Iterator<Item = u64> {
+        self.requests.iter().scan(0_u64, move |bytes, request| {
+            for shard in &request.shards {
+                *bytes = bytes.saturating_add(shard.len.unwrap_or(shard_bytes));
+            }
+            Some(*bytes)
+        })
     }
 
     /// Checks everything and computes what the core needs.
@@ -298,11 +318,7 @@ impl Builder {
             kind: None,
             ended: false,
             cancelling: false,
-            deadline: request.deadline.and_then(|deadline| match deadline {
-                // A time beyond the clock's range is no deadline.
-                Deadline::After(time) => now.checked_add(time),
-                Deadline::At(at) => Some(at),
-            }),
+            deadline: request.deadline.and_then(|deadline| deadline.at(now)),
             units,
         });
         Ok(())

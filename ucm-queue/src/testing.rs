@@ -9,8 +9,8 @@ use ucm_ctrl::Doorbell;
 use ucm_transport::{Memory, RegionId, TransferError};
 
 use crate::{
-    Builder, DumpHandle, DumpTask, QueueError, QueueStats, Task, TaskHandle, core::Core,
-    inbox::Event, queue::Shared,
+    Builder, DumpHandle, DumpTask, LayerGroup, Layers, QueueError, QueueStats, Task, TaskHandle,
+    core::Core, inbox::Event, queue::Shared,
 };
 
 /// See the module description.
@@ -50,6 +50,18 @@ impl SimQueue {
     /// As there.
     pub fn submit(&self, task: Task, now: Instant) -> Result<TaskHandle, QueueError> {
         self.shared.submit(task, now)
+    }
+
+    /// As [`LoadQueue::submit_layers`](crate::LoadQueue::submit_layers), at simulated time `now`.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn submit_layers(
+        &self,
+        groups: Vec<LayerGroup>,
+        now: Instant,
+    ) -> Result<Layers, QueueError> {
+        self.shared.submit_layers(groups, now)
     }
 
     /// As [`LoadQueue::dump`](crate::LoadQueue::dump).

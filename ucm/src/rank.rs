@@ -190,7 +190,10 @@ impl Rank {
         durable: bool,
     ) -> Result<DumpHandle, Error> {
         let shards = shards.iter().map(|(key, src)| DumpRef { key: *key, src: *src, len: None });
-        self.submit_dump(pool, DumpTask { shards: shards.collect(), durable })
+        self.submit_dump(
+            pool,
+            DumpTask { shards: shards.collect(), durable, ..DumpTask::default() },
+        )
     }
 
     /// Submits a dump task. Returns at once.

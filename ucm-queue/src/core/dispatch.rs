@@ -131,15 +131,9 @@ impl Core {
     }
 
     /// Whether a task in flight has had its turn while others wait in line.
-    fn is_turn_over(&mut self, id: u64) -> bool {
+    fn is_turn_over(&self, id: u64) -> bool {
         let most = self.parts.limits.turn_bytes;
-        let waiting = !self.line.is_empty();
-        self.tasks.get_mut(&id).is_some_and(|task| {
-            if !waiting && task.turn_bytes >= most {
-                task.turn_bytes = 0;
-            }
-            task.turn_bytes >= most
-        })
+        !self.line.is_empty() && self.tasks.get(&id).is_some_and(|task| task.turn_bytes >= most)
     }
 
     /// Lets tasks from the line into flight, first come first, as far as the limit goes.

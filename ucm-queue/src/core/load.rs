@@ -89,6 +89,7 @@ impl Core {
         let Some(mut task) = self.tasks.remove(&task_id) else { return };
         let unit_len = self.finish_unit(&mut task, unit);
         if let Some(len) = unit_len {
+            self.meter.moved(if result.is_ok() { len } else { 0 });
             self.count_unit(len, result);
         }
         let range = task.prepared.units.get(unit as usize).map_or(0..0, |unit| unit.dsts.clone());

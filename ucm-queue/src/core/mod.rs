@@ -9,6 +9,7 @@
 pub(crate) mod copy;
 mod dispatch;
 mod flight;
+mod group;
 mod load;
 mod stage;
 mod store;
@@ -28,9 +29,11 @@ use ucm_transport::TransferEngine;
 use crate::{
     SlotMemory,
     dump::DumpItem,
+    dump::PreparedDump,
     hash::Map,
     inbox::{Event, Inbox},
     metrics::Metrics,
+    pace::{Pace, PaceMeter},
     staging::StagingPool,
     task::Prepared,
 };
@@ -39,6 +42,7 @@ use self::{
     copy::Copier,
     dispatch::Scan,
     flight::Flight,
+    group::Group,
     stage::{Part, Unreachable},
     store::Durable,
     wait::Wait,
@@ -72,6 +76,7 @@ pub(crate) struct Parts {
     pub(crate) engine: Arc<dyn TransferEngine>,
     pub(crate) inbox: Arc<Inbox>,
     pub(crate) metrics: Arc<Metrics>,
+    pub(crate) pace: Arc<Pace>,
     /// Panic at this step.
     #[cfg(feature = "testing")]
     pub(crate) panic_at_step: Option<u64>,
@@ -121,6 +126,11 @@ pub(crate) struct Core {
     prewarm: VecDeque<Key>,
     /// Dumps whose slot is still to be asked for.
     dumps: VecDeque<DumpItem>,
+    /// Dumps whose producer has not finished.
+    gated: Map<u64, Box<PreparedDump>>,
+    /// Dumps that are held back until their group is decided.
+    groups: Map<u64, Group>,
+    meter: PaceMeter,
     /// Dumps whose slot the engine cannot reach, waiting for a buffer.
     unreachable_dumps: VecDeque<(DumpItem, Fill)>,
     /// Dumps whose bytes are in a slot or buffer, still to be given to the backend.
@@ -186,6 +196,9 @@ impl Core {
             unreachable: VecDeque::new(),
             prewarm: VecDeque::new(),
             dumps: VecDeque::new(),
+            gated: Map::default(),
+            groups: Map::default(),
+            meter: PaceMeter::new(),
             unreachable_dumps: VecDeque::new(),
             durables: VecDeque::new(),
         }
@@ -195,6 +208,7 @@ impl Core {
     pub(crate) fn turn(&mut self, now: Instant, events: &mut Vec<Event>) -> Turn {
         self.now = now;
         self.parts.metrics.turns.add(1);
+        self.meter.turn(now, &self.parts.pace);
         for event in events.drain(..) {
             self.step();
             self.take(event);
@@ -220,6 +234,7 @@ impl Core {
             }
             self.stage_unreachable();
         }
+        self.meter.rest(now, !self.tasks.is_empty());
         Turn {
             wake_at: self.wake_at(),
             prewarm: !self.prewarm.is_empty(),
@@ -247,6 +262,8 @@ impl Core {
             && self.copier.is_idle()
             && self.unreachable.is_empty()
             && self.unreachable_dumps.is_empty()
+            && self.gated.is_empty()
+            && self.groups.is_empty()
             && self.dumps.is_empty()
             && self.durables.is_empty()
     }
@@ -288,10 +305,22 @@ impl Core {
             Event::Submit(prepared) => self.admit(prepared),
             Event::Dump(prepared) => {
                 self.prewarm.clear();
-                if !self.closing {
-                    self.dumps.extend(prepared.items);
+                if self.closing {
+                    drop(prepared);
+                } else if prepared.gated {
+                    self.gated.insert(prepared.id, prepared);
+                } else {
+                    self.begin_dump(*prepared);
                 }
             }
+            Event::Produced(id, well) => {
+                if let Some(prepared) = self.gated.remove(&id)
+                    && well
+                {
+                    self.begin_dump(*prepared);
+                }
+            }
+            Event::Decided(id, commit) => self.decided(id, commit),
             Event::Cancel(task) => self.cancel(task),
             Event::Ended(completed) => self.ended(completed),
             Event::CopyLost(body) => self.copy_lost(*body),
@@ -309,6 +338,9 @@ impl Core {
             self.cancel(task);
         }
         self.dumps.clear();
+        // Dropping these votes against their groups, and ends their shards.
+        self.gated.clear();
+        self.groups.clear();
         // Dropping a fill fails it.
         self.unreachable_dumps.clear();
         self.drop_dump_waits();

@@ -3,16 +3,17 @@
 //! **Invariant:** the backend reads a dump only from a pinned ready slot or a buffer of its own, and
 //! loads never wait for any of it: dumps have their own depth, plans and buffers.
 
-use ucm_ctrl::{Acquired, FailKind, Fill, Pin, PublishError};
+use ucm_ctrl::{Acquired, FailKind, Fill, IoToken, Pin, PublishError};
 
 use crate::{
-    dump::DumpItem,
+    dump::{DumpItem, PreparedDump},
     staging::{StagingLease, StagingPool},
 };
 
 use super::{
     Core,
     copy::{Snap, SnapInto},
+    group::Held,
     stage::{Room, copy},
 };
 
@@ -31,6 +32,15 @@ enum Bytes {
 }
 
 impl Core {
+    /// A dump whose producer has finished.
+    pub(super) fn begin_dump(&mut self, prepared: PreparedDump) {
+        let PreparedDump { id, items, ballot, .. } = prepared;
+        if let Some(ballot) = ballot {
+            self.open_group(id, items.len(), ballot);
+        }
+        self.dumps.extend(items);
+    }
+
     /// Asks for the slots of new dumps.
     pub(super) fn start_dumps(&mut self) {
         self.stage_dumps();
@@ -62,7 +72,10 @@ impl Core {
     /// The shard is in the cache already: nothing is copied.
     pub(super) fn dump_resident(&mut self, item: DumpItem, pin: Pin) {
         self.parts.metrics.dump_resident.add(1);
-        self.cached(item, pin);
+        match item.group {
+            Some(group) => self.hold(group, Held::Resident { item, pin }),
+            None => self.cached(item, pin),
+        }
     }
 
     /// Whoever was filling the shard failed; our bytes are here, so try to be the next.
@@ -141,30 +154,19 @@ impl Core {
             other => other,
         };
         match (into, result) {
-            (SnapInto::Slot { token, fill }, Ok(())) => {
-                drop(token);
-                match fill.publish() {
-                    Ok(pin) => {
-                        self.parts.metrics.dump_copied.add(1);
-                        self.cached(item, pin);
-                    }
-                    Err(PublishError::IoInFlight(fill)) => {
-                        fill.abandon_draining(FailKind::Other);
-                        self.dump_failed(item, FailKind::Other);
-                    }
-                    Err(PublishError::Fenced) => self.dump_failed(item, FailKind::Unavailable),
-                }
-            }
+            (SnapInto::Slot { token, fill }, Ok(())) => match item.group {
+                Some(group) => self.hold(group, Held::Slot { item, token, fill }),
+                None => self.publish(item, token, fill),
+            },
             (SnapInto::Slot { token, fill }, Err(kind)) => {
                 drop(token);
                 fill.fail(kind);
                 self.dump_failed(item, kind);
             }
-            (SnapInto::Staged(room), Ok(())) => {
-                self.parts.metrics.dump_bypass.add(1);
-                item.promise.cached(Err(FailKind::NoSpace));
-                self.durables.push_back(Durable { item, bytes: Bytes::Staged(room) });
-            }
+            (SnapInto::Staged(room), Ok(())) => match item.group {
+                Some(group) => self.hold(group, Held::Staged { item, room }),
+                None => self.bypassed(item, room),
+            },
             // `Through` has become `Slot` above.
             (SnapInto::Staged(_) | SnapInto::Through { .. }, Err(kind)) => {
                 self.dump_failed(item, kind);
@@ -173,8 +175,31 @@ impl Core {
         }
     }
 
+    /// All bytes of a dump are in its slot.
+    pub(super) fn publish(&mut self, item: DumpItem, token: IoToken, fill: Fill) {
+        drop(token);
+        match fill.publish() {
+            Ok(pin) => {
+                self.parts.metrics.dump_copied.add(1);
+                self.cached(item, pin);
+            }
+            Err(PublishError::IoInFlight(fill)) => {
+                fill.abandon_draining(FailKind::Other);
+                self.dump_failed(item, FailKind::Other);
+            }
+            Err(PublishError::Fenced) => self.dump_failed(item, FailKind::Unavailable),
+        }
+    }
+
+    /// All bytes of a dump are in a buffer, because the cache is full.
+    pub(super) fn bypassed(&mut self, item: DumpItem, room: Room) {
+        self.parts.metrics.dump_bypass.add(1);
+        item.promise.cached(Err(FailKind::NoSpace));
+        self.durables.push_back(Durable { item, bytes: Bytes::Staged(room) });
+    }
+
     /// The bytes of a dump are in the cache; the backend comes next, if asked for.
-    fn cached(&mut self, item: DumpItem, pin: Pin) {
+    pub(super) fn cached(&mut self, item: DumpItem, pin: Pin) {
         if item.durable {
             item.promise.cached(Ok(()));
             self.durables.push_back(Durable { item, bytes: Bytes::Slot(pin) });
@@ -212,8 +237,11 @@ impl Core {
     }
 
     /// Ends what is open of a dump with this failure.
-    fn dump_failed(&self, item: DumpItem, kind: FailKind) {
+    pub(super) fn dump_failed(&mut self, item: DumpItem, kind: FailKind) {
         self.parts.metrics.dump_failed.add(1);
+        if let Some(group) = item.group {
+            self.group_failed(group);
+        }
         item.end(Err(kind), Err(kind));
     }
 }

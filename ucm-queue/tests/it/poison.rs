@@ -35,7 +35,7 @@ fn run(nth: u64) -> bool {
         }
         let shards =
             (12..16).map(|i| DumpRef { key: key(i), src: buffer.addr(i), len: None }).collect();
-        match queue.dump(DumpTask { shards, durable: true }) {
+        match queue.dump(DumpTask { shards, durable: true, ..DumpTask::default() }) {
             Ok(handle) => dumps.push(handle),
             Err(error) => {
                 assert_eq!(error.kind(), ErrorKind::Poisoned, "{error}");
@@ -86,13 +86,7 @@ fn run(nth: u64) -> bool {
 
 #[test]
 fn f6_a_panic_at_any_step_ends_everything_typed() {
-    let hook = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        let injected = info.payload_as_str().is_some_and(|text| text.contains("injected panic"));
-        if !injected {
-            hook(info);
-        }
-    }));
+    quiet_injected_panics();
     let mut steps = 0;
     // Runs differ a little in how events fall into turns: only a few misses in a row are an end.
     let mut misses = 0;

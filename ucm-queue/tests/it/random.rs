@@ -182,7 +182,10 @@ impl Run {
             shards.push(DumpRef { key, src: buffer.addr(place), len: None });
             places.push(place);
         }
-        let handle = self.world.ranks[rank].queue.dump(DumpTask { shards, durable }).unwrap();
+        let handle = self.world.ranks[rank]
+            .queue
+            .dump(DumpTask { shards, durable, ..DumpTask::default() })
+            .unwrap();
         self.dumps.push(LiveDump { rank, handle, places, reused: false, durable });
     }
 

@@ -109,7 +109,9 @@ fn dumps_are_checked_too() {
     let queue = rank.builder(backend).max_dump_bytes(2 * BYTES).start().unwrap();
     let buffer = Buffer::of(&queue, 8, BYTES);
     let shard = |i: u64| DumpRef { key: key(i), src: buffer.addr(i), len: None };
-    let dump = |shards| queue.dump(DumpTask { shards, durable: false }).unwrap_err();
+    let dump = |shards| {
+        queue.dump(DumpTask { shards, durable: false, ..DumpTask::default() }).unwrap_err()
+    };
     let error = dump((0..3).map(shard).collect());
     assert_eq!(error.kind(), ErrorKind::TooLarge);
     assert!(error.to_string().contains("12288") && error.to_string().contains("8192"), "{error}");

@@ -222,3 +222,19 @@ pub(crate) fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
         std::thread::yield_now();
     }
 }
+
+/// Panics that tests inject are no news.
+pub(crate) fn quiet_injected_panics() {
+    static ONCE: std::sync::Once = std::sync::Once::new();
+    ONCE.call_once(|| {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |info| {
+            let payload = info.payload();
+            let text = payload.downcast_ref::<&str>().copied();
+            let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+            if !text.is_some_and(|text| text.contains("injected panic")) {
+                hook(info);
+            }
+        }));
+    });
+}
