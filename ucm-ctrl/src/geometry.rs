@@ -8,7 +8,8 @@ use crate::{CtrlError, layout::MAX_POOLS};
 /// Most slots of one pool (regular and reserved together).
 pub const MAX_SLOTS: u64 = (1 << 31) - 2;
 const MAX_LEASES: u32 = 1 << 20;
-const MAX_SHARD_BYTES: u64 = 1 << 40;
+/// What fits into a slot's length.
+const MAX_SHARD_BYTES: u64 = u32::MAX as u64;
 
 /// One slot class of a cache.
 #[derive(Clone, Debug, PartialEq, Eq)]

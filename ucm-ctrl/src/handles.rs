@@ -90,6 +90,16 @@ impl Pin {
     pub fn generation(&self) -> u64 {
         self.0.generation
     }
+
+    /// How many bytes of the slot are the shard's: what the fill said when it published. What lies
+    /// behind them belongs to an earlier key and must not be read.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        match self.0.with(|_, slot| slot.bytes.load(Ordering::Relaxed)) {
+            Some(0) | None => self.0.pool.shard_bytes(),
+            Some(bytes) => u64::from(bytes),
+        }
+    }
 }
 
 /// State of somebody else's fill.
@@ -328,12 +338,21 @@ impl Fill {
         IoToken { _core: self.core.clone() }
     }
 
-    /// Makes the bytes readable for everybody. Call only after the operation that wrote all of
-    /// them has completed successfully. The returned pin keeps them from eviction.
+    /// Makes a whole shard readable for everybody. Call only after the operation that wrote all of
+    /// its bytes has completed successfully. The returned pin keeps them from eviction.
     ///
     /// # Errors
     /// `IoInFlight` while tokens live; `Fenced` when this member was removed meanwhile.
-    pub fn publish(mut self) -> Result<Pin, PublishError> {
+    pub fn publish(self) -> Result<Pin, PublishError> {
+        let whole = self.core.as_ref().map_or(0, |core| core.handle.pool.shard_bytes());
+        self.publish_bytes(whole)
+    }
+
+    /// As [`publish`](Self::publish), of a shard that has only the first `bytes` bytes.
+    ///
+    /// # Errors
+    /// As [`publish`](Self::publish).
+    pub fn publish_bytes(mut self, bytes: u64) -> Result<Pin, PublishError> {
         let core = match self.core.take().map(Arc::try_unwrap) {
             Some(Ok(core)) => core,
             Some(Err(shared)) => {
@@ -348,6 +367,10 @@ impl Fill {
             member.has_lost_a_slot();
             return Err(PublishError::Fenced);
         }
+        // A shard of full size is the rule: zero stands for it.
+        let part = if bytes == core.handle.pool.shard_bytes() { 0 } else { bytes };
+        let part = u32::try_from(part).unwrap_or(u32::MAX);
+        core.handle.with(|_, slot| slot.bytes.store(part, Ordering::Relaxed));
         if !core.end(Phase::Ready, None) {
             core.handle.member().has_lost_a_slot();
             return Err(PublishError::Fenced);

@@ -184,7 +184,9 @@ pub(crate) struct Slot {
     pub(crate) version: EventWord,
     /// Next slot + 1 of the overflow chain.
     pub(crate) next: AtomicU32,
-    _pad: AtomicU32,
+    /// Bytes that the fill of this generation brought; 0 for all of a shard. Written by the owner
+    /// before the slot is `Ready`.
+    pub(crate) bytes: AtomicU32,
     /// Start of the current or last fill, milliseconds of the monotonic clock.
     pub(crate) since_ms: AtomicU64,
 }

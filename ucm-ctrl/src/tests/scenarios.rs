@@ -201,3 +201,16 @@ fn remove_takes_only_what_nobody_uses() {
     assert_eq!(keys(&control), [None; 4]);
     assert_at_rest(&control);
 }
+
+/// A slot remembers how long its shard is: the bytes behind belong to an earlier key.
+#[test]
+fn a_pin_says_how_many_bytes_are_the_shards() {
+    let pool = pool(&cache(1));
+    assert_eq!(own(&pool, &key(1)).publish().unwrap().bytes(), 4096);
+    assert_eq!(own(&pool, &key(2)).publish_bytes(100).unwrap().bytes(), 100);
+    let Ok(crate::Acquired::Hit(pin)) = pool.acquire(&key(2)) else { panic!("no hit") };
+    assert_eq!(pin.bytes(), 100);
+    drop(pin);
+    // The next key in the same slot does not inherit it.
+    assert_eq!(own(&pool, &key(3)).publish().unwrap().bytes(), 4096);
+}
