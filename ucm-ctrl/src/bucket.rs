@@ -215,19 +215,14 @@ impl LockWord {
 pub(crate) enum Patience {
     /// Some microseconds: there are other slots to be had.
     Brief,
-    /// A tenth of a second: longer than a busy machine keeps a runnable holder from the processor.
+    /// As long as the holder may just be slow (see [`Backoff`]).
     Enough,
 }
-
-#[cfg(not(ucm_loom))]
-const ENOUGH: Duration = Duration::from_millis(100);
 
 /// False when the lock was not to be had in time.
 fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> bool {
     let mut mine = LockWord::of(member.index, member.generation);
     let mut backoff = Backoff::default();
-    #[cfg(not(ucm_loom))]
-    let mut begun: Option<Instant> = None;
     loop {
         if lock.compare_exchange(0, mine.0, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
             return true;
@@ -241,11 +236,7 @@ fn acquire_lock(lock: &AtomicU32, member: &MemberInner, patience: Patience) -> b
             member.count(|c| &c.repairs, 1);
             continue;
         }
-        if patience == Patience::Brief {
-            return false;
-        }
-        #[cfg(not(ucm_loom))]
-        if begun.get_or_insert_with(Instant::now).elapsed() >= ENOUGH {
+        if patience == Patience::Brief || backoff.has_waited_enough() {
             return false;
         }
         let marked = seen.sleeping();
@@ -398,14 +389,6 @@ impl Locked<'_> {
             }
         }
         self.unchain(index)
-    }
-
-    /// True when the slot is linked here.
-    pub(crate) fn contains(&self, index: u32) -> bool {
-        let in_entry = |entry: &crate::sync::AtomicU64| {
-            parse(entry.load(Ordering::SeqCst)).is_some_and(|(slot, _)| slot == index)
-        };
-        self.bucket.entries.iter().any(in_entry) || self.chain().any(|slot| slot == index)
     }
 
     fn chain(&self) -> impl Iterator<Item = u32> {

@@ -75,10 +75,6 @@ pub struct Pool {
     pub(crate) id: PoolId,
 }
 
-/// Rounds of back-off (some milliseconds at least) after which a slot that stays claimed, because
-/// its evictor was stopped or has died, is left alone.
-const PATIENCE: u32 = if cfg!(ucm_loom) { 1_000_000 } else { 20_000 };
-
 /// How linking a slot under its new key went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Linked {
@@ -196,7 +192,7 @@ impl Pool {
                 }
             }
             // An evictor stopped in mid-claim must not stop us: the cache can be bypassed.
-            if backoff.snooze() > PATIENCE {
+            if backoff.is_in_vain() {
                 break;
             }
         }
@@ -220,7 +216,7 @@ impl Pool {
             match self.enter(tables, index, slot, &raw, false) {
                 Some(Acquired::Full) => return Ok(None),
                 Some(acquired) => return Ok(Some(acquired)),
-                None if backoff.snooze() > PATIENCE => break,
+                None if backoff.is_in_vain() => break,
                 None => {}
             }
         }
@@ -414,7 +410,7 @@ impl Pool {
                 tables.release(&self.member, index);
                 return Ok(Removal::Removed);
             }
-            if backoff.snooze() > PATIENCE {
+            if backoff.is_in_vain() {
                 return Ok(Removal::InUse);
             }
         }

@@ -12,7 +12,7 @@ use crate::{
     layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
     region::PoolTables,
-    slot::{Phase, SlotWord},
+    slot::Phase,
     sync::Ordering,
 };
 
@@ -195,7 +195,10 @@ fn recover_slot(
                 }
                 taken
             }
-            Phase::Filling => recover_fill(me, (pool, tables), index, slot, word),
+            // What is being filled is linked: its key is loadable again.
+            Phase::Filling => {
+                slot.change(word, word.failed_as(FailKind::OwnerDied).to(Phase::Failed, None))
+            }
             _ => false,
         };
         failpoint!("reap.slot.after");
@@ -215,35 +218,4 @@ fn recover_slot(
         failpoint!("reap.pin.after");
         reaped.pins += 1;
     }
-}
-
-/// A fill of a dead owner: loadable again if it was linked already, else free.
-fn recover_fill(
-    me: &MemberInner,
-    (pool, tables): (u8, &PoolTables),
-    index: u32,
-    slot: &Slot,
-    word: SlotWord,
-) -> bool {
-    let key = slot.key(me.control.region.hasher());
-    let failed = word.failed_as(FailKind::OwnerDied);
-    let Some(bucket) = tables.lock(me, key.hashed, Patience::Enough) else {
-        // Whether it is linked cannot be told now: its key is absent until it is unlinked.
-        let taken = slot.change(word, failed.to(Phase::Draining, Some(me.index)));
-        if taken {
-            me.give_back(pool, index, Patience::Brief);
-        }
-        return taken;
-    };
-    failpoint!("reap.fill.before");
-    if bucket.contains(index) {
-        return slot.change(word, failed.to(Phase::Failed, None));
-    }
-    let recovered = slot.change(word, failed.to(Phase::Free, None));
-    failpoint!("reap.unlinked.after");
-    drop(bucket);
-    if recovered {
-        tables.hint_free(index);
-    }
-    recovered
 }

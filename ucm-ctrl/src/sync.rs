@@ -104,10 +104,17 @@ pub use imp::{Arc, AtomicU32, AtomicU64, Ordering};
 pub(crate) type Counter = std::sync::atomic::AtomicU64;
 pub(crate) use imp::{Pad, seqcst_point, spin_hint, yield_now};
 
+/// A tenth of a second: longer than a busy machine keeps a runnable process from the processor. Who
+/// takes longer for a few instructions was stopped.
+#[cfg(not(ucm_loom))]
+const STOPPED_AFTER: std::time::Duration = std::time::Duration::from_millis(100);
+
 /// Spins a little, then yields: for waits that end within another thread's few instructions.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
     rounds: u32,
+    #[cfg(not(ucm_loom))]
+    since: Option<std::time::Instant>,
 }
 
 impl Backoff {
@@ -122,5 +129,26 @@ impl Backoff {
             }
         }
         self.rounds
+    }
+
+    /// As [`snooze`](Self::snooze); true when it has taken so long that whoever is waited for must
+    /// have been stopped. Never under loom, where nobody is.
+    pub(crate) fn is_in_vain(&mut self) -> bool {
+        self.snooze() > 64 && self.has_waited_enough()
+    }
+
+    #[cfg(not(ucm_loom))]
+    #[cold]
+    pub(crate) fn has_waited_enough(&mut self) -> bool {
+        let waited = self.since.get_or_insert_with(std::time::Instant::now).elapsed();
+        if self.rounds > 256 {
+            std::thread::sleep(std::time::Duration::from_micros(50));
+        }
+        waited >= STOPPED_AFTER
+    }
+
+    #[cfg(ucm_loom)]
+    pub(crate) fn has_waited_enough(&mut self) -> bool {
+        false
     }
 }

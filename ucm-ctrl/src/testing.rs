@@ -1,5 +1,5 @@
 //! Floors for benchmarks: what the kernel and the memory charge for the same accesses without the
-//! cache's logic.
+//! cache's logic; and keys that collide, for tests.
 //!
 //! **Invariant:** a floor works on a region of its own that nobody joins, so it disturbs no cache.
 
@@ -8,7 +8,8 @@ use std::hint::black_box;
 use rustix::thread::futex;
 
 use crate::{
-    Control, CtrlError, PoolId,
+    Control, CtrlError, Key, PoolId,
+    key::Hasher,
     region::PoolTables,
     sync::{AtomicU32, Ordering},
 };
@@ -60,6 +61,14 @@ impl BareFutex {
             let _ = futex::wait(word, futex::Flags::empty(), seen, None);
         }
     }
+}
+
+/// The bucket that a key falls into, to choose keys that collide.
+#[must_use]
+pub fn bucket_of(control: &Control, pool: PoolId, key: &Key) -> Option<usize> {
+    let (lo, hi) = key.block.halves();
+    let hashed = Hasher::shard(control.region.hasher().block(lo, hi), key.shard);
+    Some(control.region.pool(usize::from(pool.0))?.bucket_index(hashed))
 }
 
 /// One place of a [`LineFloor`]: a bucket and a slot.

@@ -84,8 +84,9 @@ fn d3_a_linked_fill_fails_as_owner_died_and_one_takes_over() {
     assert_at_rest(&control);
 }
 
+/// An entry leads to the slot already, but the slot is not resident yet.
 #[test]
-fn d1_death_before_the_link_frees_the_slot() {
+fn d1_death_in_mid_link_frees_the_slot() {
     let control = cache(1);
     let survivor = rank(&control);
     let dead = mortal(&control);
@@ -94,13 +95,14 @@ fn d1_death_before_the_link_frees_the_slot() {
     let index = tables.obtain(me, control.region.hasher()).unwrap();
     let slot = slot(&control, index);
     me.pin(0, index, &slot.pins);
-    slot.set_key(&dead.pool.raw(&key(1)));
-    let word = slot.load();
-    assert!(slot.change(word, word.fresh().to(Phase::Filling, Some(me.index))));
+    let raw = dead.pool.raw(&key(1));
+    slot.set_key(&raw);
+    tables.lock(me, raw.hashed, Patience::Enough).unwrap().insert(&raw, index);
+    assert_eq!(survivor.pool(PoolId(0)).unwrap().prefix_lookup(&[key(1)]).unwrap(), 0);
     assert_eq!(reap(&survivor, &dead).slots, 1);
     assert_eq!((phase(&control, 0), key_in(&control, 0)), (Phase::Free, None));
-    assert_eq!(load(&survivor.pool(PoolId(0)).unwrap(), &key(1)), 0);
     assert_at_rest(&control);
+    assert_eq!(load(&survivor.pool(PoolId(0)).unwrap(), &key(1)), 0);
 }
 
 /// What the dead one had made of slot 0, which held key 1, and what must come of it.

@@ -44,6 +44,8 @@ fn entry() {
         "member" => member(&control),
         "scheduler" => scheduler(&control),
         "forker" => fork::forker(&control),
+        #[cfg(feature = "failpoints")]
+        "busy" => crate::crash::work::child(&control, arguments[0], number(1)),
         "storm" => storm::child(&control, arguments[0], number(1)),
         other => panic!("no such role: {other}"),
     }

@@ -9,6 +9,7 @@ use std::{
     process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio},
     sync::mpsc,
     thread::{self, JoinHandle},
+    time::Duration,
 };
 
 use rustix::{
@@ -47,11 +48,23 @@ pub(crate) struct Proc {
 
 impl Proc {
     pub(crate) fn start(role: &str, region: &Shared, arguments: &[String]) -> Self {
+        Self::start_with(role, region, arguments, &[], WATCHDOG * 2)
+    }
+
+    /// As [`start`](Self::start), with more environment, and killed when it lives longer.
+    pub(crate) fn start_with(
+        role: &str,
+        region: &Shared,
+        arguments: &[String],
+        environment: &[(&str, String)],
+        longest: Duration,
+    ) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child::entry", "--ignored", "--nocapture", "--test-threads=1"])
             .env("UCM_MP_ROLE", role)
             .env("UCM_MP_REGION", region.path())
             .env("UCM_MP_ARGUMENTS", arguments.join(" "))
+            .envs(environment.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -61,7 +74,7 @@ impl Proc {
         let pid = pid_of(&child);
         let (calm, alarm) = mpsc::channel();
         let watchdog = thread::spawn(move || {
-            if alarm.recv_timeout(WATCHDOG * 2) == Err(mpsc::RecvTimeoutError::Timeout) {
+            if alarm.recv_timeout(longest) == Err(mpsc::RecvTimeoutError::Timeout) {
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             }
         });

@@ -4,7 +4,7 @@
 //! **Invariant:** whoever reads a wrong word under a pin fails, and with it the test.
 
 use std::{
-    os::fd::AsFd,
+    os::fd::{AsFd, OwnedFd},
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -28,17 +28,25 @@ use crate::{
     rank,
 };
 
-const SLOTS: u32 = 12;
-const RESERVED: u32 = 2;
+pub(crate) const SLOTS: u32 = 12;
+pub(crate) const RESERVED: u32 = 2;
 const KEYS: u64 = 30;
 const WORDS: usize = 8;
-const BYTES: usize = (SLOTS + RESERVED) as usize * WORDS * 8;
+/// The slots, and a word of progress for each seat.
+const BYTES: usize = ((SLOTS + RESERVED) as usize * WORDS + ucm_ctrl::MAX_MEMBERS) * 8;
 
 /// Slot memory shared by all processes.
-struct Memory(&'static [AtomicU64]);
+pub(crate) struct Memory(&'static [AtomicU64]);
 
 impl Memory {
-    fn map(fd: impl AsFd) -> Self {
+    /// A memfd of the right size, for all processes.
+    pub(crate) fn create() -> OwnedFd {
+        let fd = rustix::fs::memfd_create("bytes", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, BYTES as u64).unwrap();
+        fd
+    }
+
+    pub(crate) fn map(fd: impl AsFd) -> Self {
         let shared = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice, never unmapped.
         let base = unsafe {
@@ -49,17 +57,22 @@ impl Memory {
         Self(unsafe { std::slice::from_raw_parts(base, BYTES / 8) })
     }
 
+    /// Steps done by the holders of a seat.
+    pub(crate) fn progress(&self, seat: u8) -> &AtomicU64 {
+        &self.0[(SLOTS + RESERVED) as usize * WORDS + usize::from(seat)]
+    }
+
     fn slot(&self, slot: SlotId) -> &[AtomicU64] {
         &self.0[slot.0 as usize * WORDS..][..WORDS]
     }
 
-    fn write(&self, slot: SlotId, word: impl Fn(usize) -> u64) {
+    pub(crate) fn write(&self, slot: SlotId, word: impl Fn(usize) -> u64) {
         for (offset, to) in self.slot(slot).iter().enumerate() {
             to.store(word(offset), Ordering::Relaxed);
         }
     }
 
-    fn check(&self, pin: &Pin, key: &Key) {
+    pub(crate) fn check(&self, pin: &Pin, key: &Key) {
         for (offset, from) in self.slot(pin.slot()).iter().enumerate() {
             let found = from.load(Ordering::Relaxed);
             assert_eq!(found, word(key, pin.generation(), offset), "{key:?} {offset} {pin:?}");
@@ -67,16 +80,16 @@ impl Memory {
     }
 }
 
-fn word(key: &Key, generation: u64, offset: usize) -> u64 {
+pub(crate) fn word(key: &Key, generation: u64, offset: usize) -> u64 {
     let block = u128::from_le_bytes(key.block.0);
     let x = u64::try_from(block >> 64).unwrap() << 48 | generation << 8 | offset as u64;
     x.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-struct Random(u64);
+pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    fn below(&mut self, n: u64) -> u64 {
+    pub(crate) fn below(&mut self, n: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -176,9 +189,7 @@ fn d1_killed_anywhere_leaves_nothing_and_serves_no_wrong_byte() {
     let control = Control::create(&geometry, [3; 16]).unwrap();
     let (member, _) = rank(&control);
     member.set_liveness(Arc::new(Proof(control.clone())));
-    let fd = rustix::fs::memfd_create("bytes", MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&fd, BYTES as u64).unwrap();
-    let (region, memory) = (Shared::of(&control), Shared::new(fd));
+    let (region, memory) = (Shared::of(&control), Shared::new(Memory::create()));
     let mut random = Random(from_environment("UCM_MP_SEED", 77));
     let mut seeds = 1000;
     let mut start = || {
