@@ -85,13 +85,18 @@ impl Driver {
                 return;
             }
             if turn.prewarm {
-                // Idle window: one key at a time, and a new task interrupts at once.
-                while self.inbox.is_empty() && core.prewarm_step() {}
+                // Idle window: one key at a time; whatever rings interrupts at once.
+                let due = |at: Option<Instant>| at.is_some_and(|at| at <= Instant::now());
+                while self.inbox.is_empty()
+                    && self.bell.ticket() == ticket
+                    && !due(turn.wake_at)
+                    && core.prewarm_step()
+                {}
                 continue;
             }
             let mut wake_at = turn.wake_at;
             if core.is_closing() {
-                let limit = *give_up.get_or_insert(now + self.grace);
+                let limit = *give_up.get_or_insert(after(now, self.grace));
                 if now >= limit {
                     return;
                 }
@@ -103,7 +108,7 @@ impl Driver {
 
     /// Takes back what the engine still holds, so that pins are released and destinations quiesce.
     fn drain_engine(&self) {
-        let limit = Instant::now() + self.grace;
+        let limit = after(Instant::now(), self.grace);
         let drained = catch_unwind(AssertUnwindSafe(|| {
             self.engine.set_waker(None);
             let quiesced = self.engine.quiesce(Quiesce::All, limit);
@@ -117,6 +122,12 @@ impl Driver {
             Err(_) => tracing::error!("the engine panicked while it was drained"),
         }
     }
+}
+
+/// A time beyond the clock's range is a year ahead.
+fn after(now: Instant, time: Duration) -> Instant {
+    const YEAR: Duration = Duration::from_secs(365 * 86_400);
+    now.checked_add(time.min(YEAR)).unwrap_or(now)
 }
 
 fn message_of(panic: &(dyn std::any::Any + Send)) -> String {

@@ -6,7 +6,10 @@
 use std::{
     collections::HashSet,
     fmt,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::Instant,
 };
 
@@ -204,14 +207,41 @@ pub(crate) struct DumpItem {
     /// How often another filler's failure was met.
     pub(crate) retries: u8,
     pub(crate) promise: KeyPromise,
+    /// Set while the item may keep a slot of the cache.
+    pub(crate) slot: Option<SlotShare>,
     share: Share,
+}
+
+/// Counts slots that dumps keep from the loads of all ranks until they end.
+#[derive(Debug, Default)]
+pub(crate) struct SlotShares(Arc<AtomicUsize>);
+
+/// One of them; given back on drop.
+#[derive(Debug)]
+pub(crate) struct SlotShare(Arc<AtomicUsize>);
+
+impl SlotShares {
+    pub(crate) fn taken(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn take(&self) -> SlotShare {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        SlotShare(Arc::clone(&self.0))
+    }
+}
+
+impl Drop for SlotShare {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl DumpItem {
     /// Ends what is open of the key, and gives its share of the limits back before.
     pub(crate) fn end(self, cached: DumpResult, durable: DumpResult) {
-        let Self { promise, share, .. } = self;
-        drop(share);
+        let Self { promise, slot, share, .. } = self;
+        drop((slot, share));
         promise.end(Some(cached), Some(durable));
     }
 }
@@ -239,6 +269,15 @@ impl DumpTask {
         let mut extents = Vec::with_capacity(self.shards.len());
         let mut total = 0_u64;
         for (index, shard) in self.shards.iter().enumerate() {
+            if shard.key.shard >= bounds.shards_per_block {
+                return Err(QueueError::new(
+                    ErrorKind::Invalid,
+                    format!(
+                        "shard {index} is {:?}, the pool's blocks have {} shards",
+                        shard.key, bounds.shards_per_block
+                    ),
+                ));
+            }
             let len = shard.len.unwrap_or(bounds.shard_bytes);
             if len == 0 || len > bounds.shard_bytes {
                 return Err(QueueError::new(
@@ -281,6 +320,7 @@ impl DumpTask {
                 group: self.group.as_ref().map(|_| id),
                 retries: 0,
                 promise: KeyPromise { shared: Arc::clone(&shared), index },
+                slot: None,
                 share,
             })
             .collect();

@@ -193,6 +193,8 @@ impl Builder {
             backend_depth: depth.max(1),
             backend_bytes: self.backend_bytes,
             dump_depth: self.dump_depth,
+            // All ranks' dumps together leave three quarters of a cache of any size to loads.
+            dump_slots: (self.pool.slots() as usize / 4 / self.ranks as usize).max(8),
             ranks: self.ranks,
             tasks_in_flight: self.tasks_in_flight,
             turn_bytes: self.turn_bytes(),

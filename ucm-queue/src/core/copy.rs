@@ -177,6 +177,13 @@ impl Core {
     pub(super) fn copy_in(&mut self, id: u64, unit: u32, source: Source, origin: Origin) {
         self.step();
         let Some(len) = self.unit_mut(id, unit).map(|unit| unit.len) else { return };
+        if let Source::Slot(pin) = &source
+            && pin.bytes() != len
+        {
+            // What lies behind a shorter shard belongs to an earlier key.
+            tracing::warn!(cached = pin.bytes(), asked = len, "a shard of another length");
+            return self.unit_ended(id, unit, Err(FailKind::Corrupt));
+        }
         let (from, source) = match source {
             Source::Slot(pin) => match self.parts.slots.slot_addr(pin.slot()) {
                 Some(from) => (Some(from), Source::Slot(pin)),

@@ -154,16 +154,23 @@ impl Core {
                 if orphan {
                     self.leave_quarantine(flight.len);
                 }
-                self.load_ended(task, unit, into, result);
+                self.load_ended(task, unit, into, flight.len, result);
             }
             What::Abandoned => self.leave_quarantine(flight.len),
             What::Dump(_) => {}
         }
     }
 
-    fn load_ended(&mut self, task: u64, unit: u32, into: Into, result: Result<(), FailKind>) {
+    fn load_ended(
+        &mut self,
+        task: u64,
+        unit: u32,
+        into: Into,
+        len: u64,
+        result: Result<(), FailKind>,
+    ) {
         match (into, result) {
-            (Into::Slot(fill), Ok(())) => match fill.publish() {
+            (Into::Slot(fill), Ok(())) => match fill.publish_bytes(len) {
                 Ok(pin) => self.copy_in(task, unit, Source::Slot(pin), Origin::Owned),
                 Err(PublishError::IoInFlight(fill)) => {
                     // The backend kept what it should have given back.

@@ -28,8 +28,7 @@ use ucm_transport::TransferEngine;
 
 use crate::{
     SlotMemory,
-    dump::DumpItem,
-    dump::PreparedDump,
+    dump::{DumpItem, PreparedDump, SlotShares},
     hash::Map,
     inbox::{Event, Inbox},
     metrics::Metrics,
@@ -57,6 +56,8 @@ pub(crate) struct Limits {
     pub(crate) backend_bytes: u64,
     /// Backend dumps in flight.
     pub(crate) dump_depth: usize,
+    /// Slots that dumps may keep from loads at once.
+    pub(crate) dump_slots: usize,
     /// Ranks that may load the same shards.
     pub(crate) ranks: u32,
     /// Tasks that may have reads of ours in flight.
@@ -126,6 +127,7 @@ pub(crate) struct Core {
     prewarm: VecDeque<Key>,
     /// Dumps whose slot is still to be asked for.
     dumps: VecDeque<DumpItem>,
+    dump_slots: SlotShares,
     /// Dumps whose producer has not finished.
     gated: Map<u64, Box<PreparedDump>>,
     /// Dumps that are held back until their group is decided.
@@ -196,6 +198,7 @@ impl Core {
             unreachable: VecDeque::new(),
             prewarm: VecDeque::new(),
             dumps: VecDeque::new(),
+            dump_slots: SlotShares::default(),
             gated: Map::default(),
             groups: Map::default(),
             meter: PaceMeter::new(),

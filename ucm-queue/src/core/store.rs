@@ -44,8 +44,16 @@ impl Core {
     /// Asks for the slots of new dumps.
     pub(super) fn start_dumps(&mut self) {
         self.stage_dumps();
-        while let Some(item) = self.dumps.pop_front() {
+        while let Some(mut item) = self.dumps.pop_front() {
             self.step();
+            // Groups need all their slots at once; they are bounded by their bytes.
+            if item.group.is_none() && item.slot.is_none() {
+                if self.dump_slots.taken() >= self.parts.limits.dump_slots {
+                    self.dumps.push_front(item);
+                    return;
+                }
+                item.slot = Some(self.dump_slots.take());
+            }
             match self.parts.pool.acquire(&item.key) {
                 Ok(Acquired::Hit(pin)) => self.dump_resident(item, pin),
                 Ok(Acquired::Waiter(waiter)) => self.wait_for_dump(item, waiter),
@@ -71,6 +79,10 @@ impl Core {
 
     /// The shard is in the cache already: nothing is copied.
     pub(super) fn dump_resident(&mut self, item: DumpItem, pin: Pin) {
+        if pin.bytes() != item.len {
+            tracing::warn!(cached = pin.bytes(), dumped = item.len, "a shard of another length");
+            return self.dump_failed(item, FailKind::Corrupt);
+        }
         self.parts.metrics.dump_resident.add(1);
         match item.group {
             Some(group) => self.hold(group, Held::Resident { item, pin }),
@@ -178,7 +190,7 @@ impl Core {
     /// All bytes of a dump are in its slot.
     pub(super) fn publish(&mut self, item: DumpItem, token: IoToken, fill: Fill) {
         drop(token);
-        match fill.publish() {
+        match fill.publish_bytes(item.len) {
             Ok(pin) => {
                 self.parts.metrics.dump_copied.add(1);
                 self.cached(item, pin);

@@ -394,3 +394,30 @@ fn a_handle_is_a_future() {
     let ended = Future::poll(std::pin::Pin::new(&mut handle), &mut cx);
     assert_eq!(ended, Poll::Ready(vec![Outcome::Loaded; 4]));
 }
+
+/// A cached shard is as long as it was loaded: what lies behind it in its slot belongs to an
+/// earlier key, and never reaches anybody, by a load or by a dump.
+#[test]
+fn a_shard_of_another_length_is_never_served() {
+    let node = Node::new(1, BYTES);
+    let rank = node.rank();
+    let queue = rank.builder(Script::new()).start().unwrap();
+    let buffer = Buffer::of(&queue, 4, BYTES);
+    // An earlier tenant of the only slot.
+    assert_all_loaded(&queue.submit(task_of(&buffer, [key(1)])).unwrap());
+    let with_len = |index: u64, len: Option<u64>| {
+        let shard = ucm_queue::ShardRef { len, ..buffer.shard(key(2), index) };
+        Task { requests: vec![Request { shards: vec![shard], deadline: None }] }
+    };
+    assert_all_loaded(&queue.submit(with_len(1, Some(100))).unwrap());
+    assert_all_loaded(&queue.submit(with_len(2, Some(100))).unwrap());
+    let refused = Outcome::Recompute { shards: vec![0], kind: ucm_ctrl::FailKind::Corrupt };
+    assert_eq!(outcomes(&queue.submit(with_len(3, None)).unwrap()), [refused]);
+    buffer.assert_untouched(3);
+    let dump = ucm_queue::DumpRef { key: key(2), src: buffer.addr(0), len: None };
+    let dumped =
+        queue.dump(ucm_queue::DumpTask { shards: vec![dump], ..Default::default() }).unwrap();
+    assert_eq!(dumped.wait_cached(watchdog()), Some(vec![Err(ucm_ctrl::FailKind::Corrupt)]));
+    queue.close().unwrap();
+    node.assert_at_rest();
+}
