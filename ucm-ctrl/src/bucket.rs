@@ -171,14 +171,18 @@ impl PoolTables {
 
     /// Locks the bucket of a key in the name of a member. `None` when it cannot be had in time:
     /// its holder was stopped in mid-change, and nobody shall stop with it.
-    pub(crate) fn lock(
-        &self,
-        member: &MemberInner,
+    pub(crate) fn lock<'a>(
+        &'a self,
+        member: &'a MemberInner,
         hashed: Hashed,
         patience: Patience,
-    ) -> Option<Locked<'_>> {
+    ) -> Option<Locked<'a>> {
         let bucket = self.buckets.get(self.bucket_index(hashed))?;
-        acquire_lock(&bucket.lock, member, patience).then(|| Locked { tables: self, bucket })
+        acquire_lock(&bucket.lock, member, patience).then(|| Locked {
+            tables: self,
+            bucket,
+            member,
+        })
     }
 }
 
@@ -308,29 +312,57 @@ fn sleep_on(_: &AtomicU32, _: u32) {}
 fn wake(_: &AtomicU32) {}
 
 /// A bucket under lock; unlocked on drop.
-#[derive(Debug)]
 pub(crate) struct Locked<'a> {
     tables: &'a PoolTables,
     bucket: &'a Bucket,
+    member: &'a MemberInner,
 }
 
 impl Locked<'_> {
     /// Looks for a key. Removes entries of slots that have left it already.
     pub(crate) fn look(&self, key: &RawKey) -> Found {
-        // Each removal from the chain starts the walk anew; more than all slots cannot be removed.
-        for _ in 0..=self.tables.slots.len() {
+        self.cut_damaged_chain();
+        // Each removal from the chain starts the walk anew. There is hardly ever one.
+        for _ in 0..64 {
             if let Some(found) = self.look_once(key) {
                 return found;
             }
         }
-        // Corrupt memory: a chain that changes without the lock. Nothing may be inserted.
+        // Damaged memory, or a very unlucky one. Nothing may be inserted; the next look removes more.
         Found::Resident
+    }
+
+    /// A chain ends before it names a slot twice, or one that does not exist. Damage is cut off:
+    /// what it led to is found by evictors, and by nobody else.
+    fn cut_damaged_chain(&self) {
+        let mut link = &self.bucket.overflow;
+        let mut steps = 0;
+        while let Some(index) = link.load(Ordering::Relaxed).checked_sub(1) {
+            let next = self.tables.slot(index).map(|slot| &slot.next);
+            steps += 1;
+            match next {
+                Some(next) if steps <= self.tables.slots.len() => link = next,
+                Some(_) => return self.cut(&self.bucket.overflow),
+                None => return self.cut(link),
+            }
+        }
+    }
+
+    fn cut(&self, link: &AtomicU32) {
+        link.store(0, Ordering::Release);
+        self.bucket.chain_version.fetch_add(1, Ordering::Release);
+        self.member.count(|c| &c.corruptions, 1);
     }
 
     /// `None` after a removal that the walk cannot survive.
     fn look_once(&self, key: &RawKey) -> Option<Found> {
         for entry in &self.bucket.entries {
             let Some((index, tag)) = parse(entry.load(Ordering::SeqCst)) else { continue };
+            if index as usize >= self.tables.slots.len() {
+                entry.store(0, Ordering::Release);
+                self.member.count(|c| &c.corruptions, 1);
+                continue;
+            }
             if tag != key.hashed.tag {
                 continue;
             }
@@ -358,7 +390,7 @@ impl Locked<'_> {
         // next holder unlinks it first, under this lock.
         match self.tables.slot(index) {
             Some(slot) if slot.holds(key) => match slot.load().phase() {
-                Phase::Detached | Phase::Draining | Phase::Free => Verdict::Left,
+                Phase::Detached | Phase::Draining | Phase::Free | Phase::Invalid => Verdict::Left,
                 _ => Verdict::Resident,
             },
             _ => Verdict::Other,
@@ -440,22 +472,23 @@ impl Drop for Locked<'_> {
     }
 }
 
-/// Walks all linked slots of a bucket without a lock, for inspection.
-pub(crate) fn linked(tables: &PoolTables, bucket: &Bucket) -> Vec<(u32, Option<u32>)> {
-    let mut out = Vec::new();
+/// Calls `see` for all linked slots of a bucket, with the tag of those in entries, until it says
+/// `false`. Without a lock, for inspection.
+pub(crate) fn for_each_linked(
+    tables: &PoolTables,
+    bucket: &Bucket,
+    mut see: impl FnMut(u32, Option<u32>) -> bool,
+) {
     for entry in &bucket.entries {
         if let Some((slot, tag)) = parse(entry.load(Ordering::Acquire)) {
-            out.push((slot, Some(tag)));
+            see(slot, Some(tag));
         }
     }
     let mut next = bucket.overflow.load(Ordering::Acquire);
-    while let Some(index) = next.checked_sub(1) {
-        if out.len() > tables.slots.len() + bucket.entries.len() {
-            break;
-        }
-        out.push((index, None));
-        let Some(slot) = tables.slot(index) else { break };
+    while let Some(index) = next.checked_sub(1)
+        && see(index, None)
+        && let Some(slot) = tables.slot(index)
+    {
         next = slot.next.load(Ordering::Acquire);
     }
-    out
 }

@@ -118,6 +118,7 @@ impl PoolTables {
 
     /// To be called whenever a slot may have become evictable or free.
     pub(crate) fn not_full(&self) {
+        failpoint!("full.clear.before");
         seqcst_point();
         if self.hot().full.0.load(Ordering::SeqCst) != 0 {
             self.hot().full.0.store(0, Ordering::SeqCst);

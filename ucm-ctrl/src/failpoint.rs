@@ -32,6 +32,7 @@ pub const NAMES: &[&str] = &[
     "expel.tell.after",
     "expel.unlink.after",
     "free.hint.after",
+    "full.clear.before",
     "full.set.after",
     "giveback.free.after",
     "giveback.unlink.after",
@@ -92,7 +93,6 @@ pub const NAMES: &[&str] = &[
     "unlock.word.before",
     "unpin.bit.after",
     "unpin.bit.before",
-    "unpin.full.before",
 ];
 
 #[cfg(all(test, not(ucm_loom)))]

@@ -7,7 +7,7 @@ use std::collections::HashMap;
 
 use crate::{
     BlockId, Control, MemberState,
-    bucket::linked,
+    bucket::for_each_linked,
     key::Hasher,
     layout::{Counters, MAX_MEMBERS, MemberRecord},
     member::MemberWord,
@@ -181,6 +181,7 @@ impl Control {
             out.problems.push("this process was forked from a member and has no mapping".into());
             return out;
         }
+        let mut problems = Problems::default();
         let mut pins = [0_u64; MAX_MEMBERS];
         let mut filling = [0_u64; MAX_MEMBERS];
         for (pool, geometry) in self.geometry().pools.iter().enumerate() {
@@ -190,8 +191,8 @@ impl Control {
                 reserved: geometry.reserved,
                 ..PoolInspection::default()
             };
-            walk_slots(tables, &mut inspection, &mut pins, &mut filling, &mut out.problems);
-            walk_buckets(tables, self.region.hasher(), &mut inspection, &mut out.problems);
+            walk_slots(tables, &mut inspection, &mut pins, &mut filling, &mut problems);
+            walk_buckets(tables, self.region.hasher(), &mut inspection, &mut problems);
             let cursor = tables.hot().cursor.0.load(Ordering::Relaxed);
             inspection.cursor = cursor % u64::from(geometry.slots);
             out.pools.push(inspection);
@@ -206,11 +207,12 @@ impl Control {
             if member.state != MemberState::Free {
                 out.members.push(member);
             } else if pins != 0 || filling != 0 {
-                out.problems.push(format!(
-                    "member {index} is gone but has {pins} pins and {filling} fills"
-                ));
+                problems.add(|| {
+                    format!("member {index} is gone but has {pins} pins and {filling} fills")
+                });
             }
         }
+        out.problems = problems.into_texts();
         out
     }
 
@@ -220,6 +222,32 @@ impl Control {
         let records = (0..).zip(self.region.members());
         let members = records.map(|(index, record)| inspect_member(record, index));
         members.filter(|member| member.state != MemberState::Free).collect()
+    }
+}
+
+/// Texts of contradictions: of the first, so that a region full of noise does not fill the memory.
+#[derive(Default)]
+struct Problems {
+    texts: Vec<String>,
+    more: usize,
+}
+
+impl Problems {
+    const MOST: usize = 1000;
+
+    fn add(&mut self, text: impl FnOnce() -> String) {
+        if self.texts.len() < Self::MOST {
+            self.texts.push(text());
+        } else {
+            self.more += 1;
+        }
+    }
+
+    fn into_texts(mut self) -> Vec<String> {
+        if self.more > 0 {
+            self.texts.push(format!("and {} more", self.more));
+        }
+        self.texts
     }
 }
 
@@ -243,7 +271,7 @@ fn walk_slots(
     out: &mut PoolInspection,
     pins: &mut [u64],
     filling: &mut [u64],
-    problems: &mut Vec<String>,
+    problems: &mut Problems,
 ) {
     let now = crate::clock_ms();
     for (index, slot) in tables.slots.iter().enumerate() {
@@ -257,7 +285,7 @@ fn walk_slots(
             Phase::Failed => &mut out.failed,
             Phase::Draining => &mut out.draining,
             Phase::Invalid => {
-                problems.push(format!("slot {index} has an impossible state {word:?}"));
+                problems.add(|| format!("slot {index} has an impossible state {word:?}"));
                 continue;
             }
         };
@@ -267,7 +295,9 @@ fn walk_slots(
             out.oldest_fill_ms = out.oldest_fill_ms.max(age);
             match word.owner().and_then(|owner| filling.get_mut(usize::from(owner))) {
                 Some(count) => *count += 1,
-                None => problems.push(format!("slot {index} is being filled by nobody: {word:?}")),
+                None => {
+                    problems.add(|| format!("slot {index} is being filled by nobody: {word:?}"));
+                }
             }
         }
         out.pinned += u64::from(!slot.unpinned());
@@ -289,53 +319,56 @@ fn walk_buckets(
     tables: &PoolTables,
     hasher: Hasher,
     out: &mut PoolInspection,
-    problems: &mut Vec<String>,
+    problems: &mut Problems,
 ) {
     let mut seen: HashMap<u32, usize> = HashMap::new();
     for (bucket_index, bucket) in tables.buckets.iter().enumerate() {
-        let entries = linked(tables, bucket);
-        out.longest_bucket = out.longest_bucket.max(entries.len());
-        for (index, tag) in entries {
+        let mut length = 0;
+        for_each_linked(tables, bucket, |index, tag| {
+            length += 1;
             let Some(slot) = tables.slot(index) else {
-                problems.push(format!(
-                    "bucket {bucket_index} names slot {index}, which does not exist"
-                ));
-                continue;
+                problems.add(|| {
+                    format!("bucket {bucket_index} names slot {index}, which does not exist")
+                });
+                return false;
             };
             if let Some(other) = seen.insert(index, bucket_index) {
-                problems.push(format!(
-                    "slot {index} is linked in bucket {other} and in bucket {bucket_index}"
-                ));
+                problems.add(|| {
+                    format!("slot {index} is linked in bucket {other} and in bucket {bucket_index}")
+                });
+                // The chain may be a ring.
+                return false;
             }
             let phase = slot.load().phase();
             if !phase.is_resident() {
-                problems
-                    .push(format!("bucket {bucket_index} links slot {index}, which is {phase:?}"));
+                problems.add(|| {
+                    format!("bucket {bucket_index} links slot {index}, which is {phase:?}")
+                });
             }
             let key = slot.key(hasher);
             if tables.bucket_index(key.hashed) != bucket_index
                 || tag.is_some_and(|tag| tag != key.hashed.tag)
             {
-                problems.push(format!(
-                    "slot {index} (block {:?}) is linked in the wrong bucket {bucket_index}",
-                    slot.block()
-                ));
+                problems.add(|| {
+                    let block = slot.block();
+                    format!("slot {index} ({block:?}) is linked in the wrong bucket {bucket_index}")
+                });
             }
-        }
+            true
+        });
+        out.longest_bucket = out.longest_bucket.max(length);
     }
     for (index, slot) in tables.slots.iter().enumerate() {
         let phase = slot.load().phase();
         if phase.is_resident() && !u32::try_from(index).is_ok_and(|index| seen.contains_key(&index))
         {
-            problems.push(format!("slot {index} is {phase:?} but linked nowhere"));
+            problems.add(|| format!("slot {index} is {phase:?} but linked nowhere"));
         }
     }
     let used: u64 = out.moving + out.idle + out.filling + out.ready + out.failed + out.draining;
     if used + out.free != tables.slots.len() as u64 {
-        problems.push(format!(
-            "{used} used and {} free slots do not make {}",
-            out.free,
-            tables.slots.len()
-        ));
+        problems.add(|| {
+            format!("{used} used and {} free slots do not make {}", out.free, tables.slots.len())
+        });
     }
 }

@@ -449,7 +449,6 @@ impl Pool {
 
     fn unpin(&self, tables: &PoolTables, index: u32, slot: &Slot) {
         if self.member.unpin(self.id.0, index, &slot.pins) {
-            failpoint!("unpin.full.before");
             tables.not_full();
         }
     }

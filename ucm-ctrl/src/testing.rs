@@ -1,11 +1,15 @@
 //! Floors for benchmarks: what the kernel and the memory charge for the same accesses without the
-//! cache's logic; and keys that collide, for tests.
+//! cache's logic; and for tests: keys that collide, and a member that writes nonsense.
 //!
 //! **Invariant:** a floor works on a region of its own that nobody joins, so it disturbs no cache.
 
 use std::hint::black_box;
 
 use rustix::thread::futex;
+
+mod hostile;
+
+pub use hostile::abuse;
 
 use crate::{
     Control, CtrlError, Key, PoolId,

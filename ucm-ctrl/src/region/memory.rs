@@ -249,6 +249,14 @@ impl Region {
         unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), self.geometry.leases as usize) }
     }
 
+    /// All of the region as words, for a test that writes nonsense.
+    #[cfg(any(test, feature = "testing"))]
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        // SAFETY: the region is mapped with this size while `self` lives, page-aligned, and consists
+        // of atomics, of which every value is valid.
+        unsafe { std::slice::from_raw_parts(self.base.cast().as_ptr(), self.layout.total / 8) }
+    }
+
     fn find_tables(&mut self) {
         let tables = self.layout.pools.iter().zip(&self.geometry.pools).map(|(at, pool)| {
             let total = pool.total();
