@@ -18,7 +18,7 @@ use crate::{
     compare, crash, ctrl,
     document::Document,
     error::{BenchError, exit_code},
-    load, report, suite, trace,
+    load, report, staging, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -66,6 +66,8 @@ enum Command {
     Load(load::Args),
     /// Ranks are killed and stopped at random moments while all work
     Crash(crash::Args),
+    /// Requests through staging buffers onto a simulated device
+    Staging(staging::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// The standard set, its tables, run.json and report.html
@@ -120,6 +122,7 @@ fn document(workload: &Command, common: &Common) -> Result<Document, BenchError>
         Command::Crash(args) => crash::run(args, common),
         Command::Ctrl(args) => ctrl::run(args, common),
         Command::Load(args) => load::run(args, common),
+        Command::Staging(args) => staging::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
     }

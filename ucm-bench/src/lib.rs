@@ -30,6 +30,7 @@ mod report;
 mod rng;
 mod run_file;
 mod scratch;
+mod staging;
 mod stats;
 mod suite;
 mod table;
