@@ -66,8 +66,9 @@ fn figures(size: &OfSize) -> Result<Vec<(&'static str, Figure)>, BenchError> {
     Ok(vec![
         ("hit_ns", size.figure(|s| s.hit_ns)?),
         ("hit_floor_ns", size.figure(|s| s.read_floor_ns)?),
-        ("hit_over_floor_ns", size.figure(|s| s.hit_ns - s.read_floor_ns)?),
+        ("hit_over_floor_ns", size.figure(|s| s.over_read_ns)?),
         ("hit_chase_floor_ns", size.figure(|s| s.chase_floor_ns)?),
+        ("hit_over_chase_ns", size.figure(|s| s.over_chase_ns)?),
         ("hit_pin_floor_ns", size.figure(|s| s.pin_floor_ns)?),
         ("lookup_ns_per_block", size.figure(|s| s.lookup_ns)?),
         ("prefix_lookup_ns_per_block", size.figure(|s| s.prefix_ns)?),
@@ -190,12 +191,12 @@ fn scaling(
     document.result("scaling", list);
     document.result("scaling_skipped", json!(skipped));
     if let (Some(small), Some(large)) = (curve.first(), curve.last()) {
-        let over = |floor: fn(&super::spec::Speeds) -> f64| {
-            let of = |size: &OfSize| size.figure(|s| s.hit_ns - floor(s));
-            of(large)?.ratio_to(&of(small)?).ok_or_else(|| peer("a hit took no time"))
+        let growth = |pick: fn(&super::spec::Speeds) -> f64| {
+            let (large, small) = (large.figure(pick)?, small.figure(pick)?);
+            large.ratio_to(&small).ok_or_else(|| peer("a hit took no time"))
         };
-        document.figure("hit_growth", &over(|s| s.chase_floor_ns)?);
-        document.figure("hit_growth_over_reads", &over(|s| s.read_floor_ns)?);
+        document.figure("hit_growth", &growth(|s| s.over_chase_ns)?);
+        document.figure("hit_growth_over_reads", &growth(|s| s.over_read_ns)?);
     }
     Ok(table.unwrap_or_default())
 }

@@ -11,7 +11,7 @@ use ucm_ctrl::{
 
 use super::{
     peer, proc, samples,
-    spec::{HIT_POOL, Instants, Task, Together, WAIT_POOL, key},
+    spec::{HIT_POOL, Instants, Task, Together, WAIT_POOL, key, wake_order},
     tables,
 };
 use crate::{clock, error::BenchError, rng::Rng};
@@ -84,21 +84,25 @@ impl Shared {
         self.spawn(move || ready(&waiter).map(|()| Instants::default()))
     }
 
-    /// Starts a thread that waits in turn for a key and for the futex.
+    /// Starts a thread that waits for keys and for the futex.
     pub(crate) fn listen(&mut self, first: u64, count: u32) -> Result<Task, BenchError> {
         let pool = self.wait.clone();
         let futex = BareFutex::new(self.futex.clone()).map_err(peer)?;
         let mut seen = futex.value();
         self.spawn(move || {
             let mut heard = Instants::default();
-            for number in first..first + u64::from(count) {
-                let waiter = waiter(&pool, number)?;
-                ready(&waiter)?;
-                heard.cache_ns.push(clock::now_ns());
-                drop(waiter);
-                futex.wait(seen);
-                heard.futex_ns.push(clock::now_ns());
-                seen = seen.wrapping_add(1);
+            let mut number = first;
+            for through_cache in wake_order(first, count) {
+                if through_cache {
+                    let waiter = waiter(&pool, number)?;
+                    ready(&waiter)?;
+                    heard.cache_ns.push(clock::now_ns());
+                    number += 1;
+                } else {
+                    futex.wait(seen);
+                    heard.futex_ns.push(clock::now_ns());
+                    seen = seen.wrapping_add(1);
+                }
             }
             Ok(heard)
         })
@@ -113,17 +117,21 @@ impl Shared {
     ) -> Result<Instants, BenchError> {
         let futex = BareFutex::new(self.futex.clone()).map_err(peer)?;
         let mut rung = Instants::default();
-        for next in first + 1..=first + u64::from(count) {
-            // The listener must find its next key owned when it comes back.
-            let fill = self.owned.replace(own(&self.wait, next)?);
-            let fill = fill.ok_or_else(|| peer("the first key is not owned"))?;
-            settle(listener)?;
-            rung.cache_ns.push(clock::now_ns());
-            let pin = fill.publish();
-            let bell = settle(listener).map(|()| clock::now_ns());
-            futex.ring();
-            rung.futex_ns.push(bell?);
-            drop(pin.map_err(|error| peer(format!("a publish was refused: {error:?}")))?);
+        let mut next = first;
+        for through_cache in wake_order(first, count) {
+            if through_cache {
+                // The listener must find its next key owned when it comes back.
+                next += 1;
+                let fill = self.owned.replace(own(&self.wait, next)?);
+                let fill = fill.ok_or_else(|| peer("the first key is not owned"))?;
+                settle(listener)?;
+                rung.cache_ns.push(clock::now_ns());
+                publish(fill)?;
+            } else {
+                settle(listener)?;
+                rung.futex_ns.push(clock::now_ns());
+                futex.ring();
+            }
         }
         self.owned = None;
         Ok(rung)

@@ -43,6 +43,18 @@ pub(crate) struct Size {
     pub(crate) keys: u32,
 }
 
+/// In which order a cache key and the bare futex wake the listener: `true` for the key. By chance,
+/// because a scheduler may treat every second wake-up differently.
+pub(crate) fn wake_order(first: u64, count: u32) -> Vec<bool> {
+    let mut order: Vec<bool> = (0..count * 2).map(|at| at < count).collect();
+    let mut rng = Rng::new(first);
+    for at in 1..order.len() {
+        let other = usize::try_from(rng.below(at as u64 + 1)).unwrap_or(0);
+        order.swap(at, other);
+    }
+    order
+}
+
 /// What a process is told.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) enum Order {
@@ -70,8 +82,8 @@ pub(crate) enum Order {
     Publish,
     /// Join the thread that waited.
     Awaited,
-    /// Start a thread that waits in turn for keys from `first` on and for the bare futex. Answer:
-    /// its [`Task`].
+    /// Start a thread that waits for keys from `first` on and for the bare futex, in
+    /// [`wake_order`]. Answer: its [`Task`].
     Listen { first: u64, count: u32 },
     /// Publish those keys and ring the futex, each when the listener sleeps. Answer: [`Instants`]
     /// right before each.
@@ -106,6 +118,9 @@ pub(crate) struct Speeds {
     pub(crate) read_floor_ns: f64,
     pub(crate) chase_floor_ns: f64,
     pub(crate) pin_floor_ns: f64,
+    /// Medians of the differences between neighbouring passes.
+    pub(crate) over_read_ns: f64,
+    pub(crate) over_chase_ns: f64,
 }
 
 /// Nanoseconds per operation.
@@ -142,7 +157,16 @@ pub(crate) struct Instants {
 mod tests {
     use std::collections::HashSet;
 
-    use super::{key, shard};
+    use super::{key, shard, wake_order};
+
+    #[test]
+    fn w3_keys_and_futex_are_mixed_alike_in_both_processes() {
+        let order = wake_order(7, 500);
+        assert_eq!((order.len(), order.iter().filter(|key| **key).count()), (1000, 500));
+        assert_eq!(order, wake_order(7, 500));
+        let changes = order.windows(2).filter(|pair| pair[0] != pair[1]).count();
+        assert!((400..600).contains(&changes), "{changes}");
+    }
 
     #[test]
     fn numbers_have_keys_of_their_own() {

@@ -56,7 +56,9 @@ impl Tables {
             let [a, b, c, d, e, f, g, h] = bits;
             floor.place([u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h])])
         };
-        let places = keys.iter().map(place).collect();
+        let places: Vec<Place> = keys.iter().map(place).collect();
+        // Maps the pages.
+        floor.read(&places);
         Ok(Self { size, pool, bytes, keys, floor, places })
     }
 
@@ -92,17 +94,23 @@ impl Tables {
                 samples.push(result);
             }
         }
-        let [hit, read, lookup, chase, prefix, pin] =
-            samples.map(|samples| Figure::of(samples).map_or(f64::NAN, |figure| figure.median()));
+        let [hit, read, lookup, chase, prefix, pin] = &samples;
+        let over = |floor: &[f64]| median(hit.iter().zip(floor).map(|(hit, floor)| hit - floor));
         Ok(Speeds {
-            hit_ns: hit,
-            lookup_ns: lookup,
-            prefix_ns: prefix,
-            read_floor_ns: read,
-            chase_floor_ns: chase,
-            pin_floor_ns: pin,
+            hit_ns: median(hit.iter().copied()),
+            lookup_ns: median(lookup.iter().copied()),
+            prefix_ns: median(prefix.iter().copied()),
+            read_floor_ns: median(read.iter().copied()),
+            chase_floor_ns: median(chase.iter().copied()),
+            pin_floor_ns: median(pin.iter().copied()),
+            over_read_ns: over(read),
+            over_chase_ns: over(chase),
         })
     }
+}
+
+fn median(samples: impl Iterator<Item = f64>) -> f64 {
+    Figure::of(samples).map_or(f64::NAN, |figure| figure.median())
 }
 
 /// Makes keys 0 to `count` resident.

@@ -26,6 +26,7 @@ fn w2_a_small_run_has_all_fields_and_waiting_costs_nothing() {
         "hit_floor_ns",
         "hit_over_floor_ns",
         "hit_chase_floor_ns",
+        "hit_over_chase_ns",
         "hit_pin_floor_ns",
         "lookup_ns_per_block",
         "prefix_lookup_ns_per_block",
