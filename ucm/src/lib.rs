@@ -21,13 +21,13 @@ pub use config::{
     OrderKind, Pages, PoolConfig, QueueConfig, SchedulerFirst, SocketKind,
 };
 pub use error::{Error, ErrorKind};
-pub use node::{Inspected, Node, NodeBuilder, RankBuilder, inspect};
+pub use node::{Inspected, Node, NodeBuilder, RankBuilder, expel, inspect};
 pub use rank::{Rank, RankReport};
 pub use scheduler::Scheduler;
 
 pub use ucm_ctrl::{
-    BlockId, FailKind, Identity, Inspection, Key, Lease, LeaseOutcome, LeaseTicket, Namespace,
-    ParallelAxis, PoolId, Presence, Redeemed,
+    BlockId, Expelled, FailKind, Identity, Inspection, Key, Lease, LeaseOutcome, LeaseTicket,
+    Namespace, ParallelAxis, PoolId, Presence, Redeemed,
 };
 pub use ucm_queue::{
     Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef, Task,

@@ -4,7 +4,7 @@
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use ucm_ctrl::Inspection;
+use ucm_ctrl::{Expelled, Inspection, MemberId, MemberInspection};
 use ucm_store::Backend;
 use ucm_transport::TransferEngine;
 
@@ -78,6 +78,35 @@ pub fn inspect(config: &Config, patience: Duration) -> Result<Inspected, Error> 
         pages,
         inspection: control.inspect(),
     })
+}
+
+/// Declares the member on a seat gone although its process lives: for an operator who knows that it
+/// will not come back in time (stuck in the kernel, in a debugger, in swap). Its fills are taken from
+/// it and their keys can be loaded again at once; what it may still write stays in quarantine until
+/// it lets go or ends. When it goes on, all its calls fail as `Fenced`.
+///
+/// # Errors
+/// `Environment` when no cache lives in the directory within `patience`; `Config` when nobody (or
+/// another stay than `generation` names) holds the seat.
+pub fn expel(
+    config: &Config,
+    patience: Duration,
+    seat: u8,
+    generation: Option<u32>,
+) -> Result<Expelled, Error> {
+    let instance = instance::observe(config, patience)?;
+    let members = instance.member.control().inspect_members();
+    let holder = members.iter().find(|m| m.index == seat && m.index != instance.member.id().0);
+    let wanted = |m: &&MemberInspection| generation.is_none_or(|g| g == m.generation);
+    let Some(holder) = holder.filter(wanted) else {
+        let seats: Vec<String> =
+            members.iter().map(|m| format!("{} (generation {})", m.index, m.generation)).collect();
+        return Err(Error::Config(format!(
+            "nobody to expel on seat {seat}; seats in use: {}",
+            seats.join(", ")
+        )));
+    };
+    Ok(instance.member.expel(MemberId(seat), holder.generation))
 }
 
 /// A cache as [`inspect`] found it.

@@ -1,7 +1,9 @@
 //! Death of members, through the whole stack.
 
+use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command};
+
 use rustix::process::Signal;
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::parent::{Instance, Proc};
 
@@ -92,8 +94,13 @@ fn d2_after_all_are_killed_the_next_start_works_and_nothing_is_left() {
         proc.load(1, &[1, 2, 3]);
         proc.loaded(1);
     }
+    let memory = procs[0].shared_memory();
+    assert!(memory.len() >= 2, "a control region and a segment: {memory:?}");
+    assert_eq!(instance.sockets(), 4);
     procs.into_iter().for_each(Proc::kill);
     assert_eq!(std::fs::read_dir(instance.path()).unwrap().count(), 0, "files are left");
+    assert_eq!(instance.sockets(), 0, "sockets are left");
+    assert_eq!(holders(&memory), Vec::<String>::new(), "somebody holds the memory");
     let mut next = Proc::start();
     let mut join = instance.rank(0, 1, 4);
     join["slots"] = 32.into();
@@ -102,4 +109,69 @@ fn d2_after_all_are_killed_the_next_start_works_and_nothing_is_left() {
     assert_eq!(next.started(), 1);
     next.release(1);
     next.loaded(1);
+}
+
+/// Descriptors and mappings of all processes that lead to these inodes.
+fn holders(memory: &BTreeSet<u64>) -> Vec<String> {
+    let mut found = Vec::new();
+    for process in std::fs::read_dir("/proc").unwrap().flatten() {
+        let Ok(fds) = std::fs::read_dir(process.path().join("fd")) else { continue };
+        for fd in fds.flatten() {
+            if std::fs::metadata(fd.path()).is_ok_and(|m| memory.contains(&m.ino())) {
+                found.push(fd.path().display().to_string());
+            }
+        }
+        let maps = std::fs::read_to_string(process.path().join("maps")).unwrap_or_default();
+        let inode = |line: &&str| line.split_whitespace().nth(4).and_then(|ino| ino.parse().ok());
+        let ours = |line: &&str| {
+            line.contains("memfd:") && inode(line).is_some_and(|i| memory.contains(&i))
+        };
+        found.extend(maps.lines().filter(ours).map(str::to_owned));
+    }
+    found
+}
+
+/// An operator evicts a rank that is stopped in mid-fill: a waiter takes over, the rank is fenced when
+/// it goes on, and everybody can leave.
+#[test]
+fn w6_a_stopped_rank_is_evicted_by_an_operator() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..2).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..).zip(&mut procs) {
+        proc.join(&instance.rank(device, 2, 4));
+    }
+    procs[0].load(1, &[4]);
+    assert_eq!(procs[0].started(), 4);
+    procs[1].load(1, &[4]);
+    procs[0].signal(Signal::STOP);
+    let ucm = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ucm"));
+        let dir = format!("cache.dir={}", instance.path().display());
+        command.args(["--set", &dir]).args(arguments).output().unwrap()
+    };
+    let seen: Value = serde_json::from_slice(&ucm(&["inspect", "--json"]).stdout).unwrap();
+    let seat = seen["members"].as_array().unwrap().iter().find(|m| m["filling"] == 1).unwrap();
+    let seat = seat["seat"].to_string();
+    let nobody = ucm(&["evict-rank", "--seat", &seat, "--generation", "77"]);
+    assert_eq!(nobody.status.code(), Some(2), "{nobody:?}");
+    let done = ucm(&["evict-rank", "--seat", &seat]);
+    assert!(done.status.success(), "{done:?}");
+    assert!(String::from_utf8_lossy(&done.stdout).contains("1 of its fills"), "{done:?}");
+    // The waiter becomes the owner by itself.
+    assert_eq!(procs[1].started(), 4);
+    procs[1].release(4);
+    procs[1].loaded(1);
+    // The stopped one goes on. Its bytes arrive, but nobody reads them.
+    procs[0].signal(Signal::CONT);
+    procs[0].release(4);
+    let ended = procs[0].expect("ended");
+    assert_eq!(ended["wrong"], Value::Null, "{ended}");
+    procs[1].load(2, &[4]);
+    procs[1].loaded(2);
+    let counts = procs[1].ask(&json!({"do": "inspect"}));
+    assert_eq!((&counts["deaths"], &counts["problems"]), (&json!(0), &json!([])));
+    procs[0].ask(&json!({"do": "leave"}));
+    let counts = procs[1].ask(&json!({"do": "inspect"}));
+    let left = ["members", "draining", "pinned", "filling"].map(|name| counts[name].clone());
+    assert_eq!(left, [json!(1), json!(0), json!(0), json!(0)]);
 }

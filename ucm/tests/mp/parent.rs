@@ -1,8 +1,9 @@
 //! The parent's side: child processes and what they say.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, VecDeque},
     io::{BufRead as _, BufReader, Write as _},
+    os::unix::fs::MetadataExt as _,
     path::Path,
     process::{Child, ChildStdin, Command, Stdio},
     sync::mpsc::{Receiver, RecvTimeoutError, channel},
@@ -115,6 +116,16 @@ impl Proc {
         self.ask(&json!({"do": "release", "key": key}));
     }
 
+    /// Inodes of the cache's memory that this process has open.
+    pub(crate) fn shared_memory(&self) -> BTreeSet<u64> {
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", self.child.id())).unwrap();
+        let ours = |fd: &std::fs::DirEntry| {
+            let target = std::fs::read_link(fd.path()).unwrap_or_default();
+            target.to_string_lossy().contains("memfd:ucm")
+        };
+        fds.flatten().filter(ours).map(|fd| fd.path().metadata().unwrap().ino()).collect()
+    }
+
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).unwrap();
@@ -146,6 +157,16 @@ impl Instance {
 
     pub(crate) fn path(&self) -> &Path {
         self.dir.path()
+    }
+
+    /// Sockets that somebody listens at in this directory's name.
+    pub(crate) fn sockets(&self) -> usize {
+        let meta = std::fs::metadata(self.path()).unwrap();
+        let name = format!("@ucm-{:x}-{:x}-", meta.dev(), meta.ino());
+        let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+        let names: BTreeSet<&str> =
+            sockets.lines().filter_map(|line| line.split_whitespace().nth(7)).collect();
+        names.into_iter().filter(|socket| socket.starts_with(&name)).count()
     }
 
     /// How rank `device` of `ranks` joins, with a gated backend of this depth.

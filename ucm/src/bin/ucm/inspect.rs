@@ -2,16 +2,13 @@
 //!
 //! **Invariant:** a cache with contradictions ends with a non-zero exit code.
 
-use std::{fmt::Write as _, process::ExitCode, time::Duration};
+use std::{fmt::Write as _, process::ExitCode};
 
 use serde_json::{Value, json};
 use ucm::{Config, Error, Inspected, Inspection};
 
-/// How long to wait for members that are just coming or going.
-const PATIENCE: Duration = Duration::from_secs(2);
-
 pub(crate) fn run(config: &Config, as_json: bool) -> Result<ExitCode, Error> {
-    let inspected = ucm::inspect(config, PATIENCE)?;
+    let inspected = ucm::inspect(config, crate::PATIENCE)?;
     if as_json {
         crate::print(&format!("{:#}\n", document(&inspected.inspection)));
     } else {

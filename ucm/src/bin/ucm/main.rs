@@ -1,12 +1,12 @@
 //! The `ucm` command: looks at a node's cache and at the machine it runs on.
 //!
 //! **Invariant:** exit codes are stable: 0 done, 2 usage or configuration, 3 the environment lacks
-//! something, 4 IO, 5 wrong bytes or damage, 6 incompatible.
+//! something, 4 IO, 5 wrong bytes or damage, 6 incompatible, 7 fenced, 8 refused or too late.
 
 mod doctor;
 mod inspect;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{path::PathBuf, process::ExitCode, time::Duration};
 
 use clap::{Parser, Subcommand};
 use ucm::{Config, Error};
@@ -46,6 +46,15 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Declares a rank gone although its process lives; its fills are loaded by others, it is fenced.
+    EvictRank {
+        /// Its seat, as `ucm inspect` shows it.
+        #[arg(long, value_name = "SEAT")]
+        seat: u8,
+        /// Only if this stay still holds the seat.
+        #[arg(long, value_name = "N")]
+        generation: Option<u32>,
+    },
     /// Prints the settings in force.
     Config,
 }
@@ -66,11 +75,29 @@ fn run(cli: &Cli) -> Result<ExitCode, Error> {
     match cli.command {
         Command::Inspect { json } => inspect::run(&config, json),
         Command::Doctor { json } => doctor::run(&config, json),
+        Command::EvictRank { seat, generation } => evict_rank(&config, seat, generation),
         Command::Config => {
             print(&config.to_toml()?);
             Ok(ExitCode::SUCCESS)
         }
     }
+}
+
+/// How long to wait for members that are just coming or going.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+fn evict_rank(config: &Config, seat: u8, generation: Option<u32>) -> Result<ExitCode, Error> {
+    let expelled = ucm::expel(config, PATIENCE, seat, generation)?;
+    if !expelled.done {
+        print(&format!("the member on seat {seat} has left meanwhile\n"));
+        return Ok(ExitCode::from(8));
+    }
+    print(&format!(
+        "the member on seat {seat} is expelled; {} of its fills are in quarantine until it lets go or \
+         ends\n",
+        expelled.fills
+    ));
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints to standard output; a closed pipe is no error.
