@@ -96,7 +96,7 @@ impl Driver {
             }
             let mut wake_at = turn.wake_at;
             if core.is_closing() {
-                let limit = *give_up.get_or_insert(after(now, self.grace));
+                let limit = *give_up.get_or_insert_with(|| after(now, self.grace));
                 if now >= limit {
                     return;
                 }
