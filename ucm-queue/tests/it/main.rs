@@ -5,6 +5,7 @@
 mod support;
 
 mod cancel;
+mod crash;
 mod dump;
 mod failure;
 mod idle;
