@@ -58,6 +58,7 @@ impl Memory {
     }
 
     /// Steps done by the holders of a seat.
+    #[cfg(feature = "failpoints")]
     pub(crate) fn progress(&self, seat: u8) -> &AtomicU64 {
         &self.0[(SLOTS + RESERVED) as usize * WORDS + usize::from(seat)]
     }
