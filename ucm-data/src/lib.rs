@@ -11,6 +11,10 @@
 //! **Invariant:** nothing made here outlives the last process that uses it.
 
 mod error;
+#[cfg(not(any(test, feature = "failpoints")))]
+mod failpoint;
+#[cfg(any(test, feature = "failpoints"))]
+pub mod failpoint;
 mod fork;
 mod rendezvous;
 mod segment;

@@ -13,9 +13,12 @@
 //!
 //! **Invariant:** without the variable a hit changes nothing.
 
-use std::sync::{
-    OnceLock,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    path::Path,
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// The variable that arms points.
@@ -58,6 +61,27 @@ fn parse(text: &str) -> Option<Armed> {
     };
     let nth = nth.parse().ok().filter(|nth| *nth > 0)?;
     Some(Armed { name: name.to_owned(), nth, signal, hits: AtomicU64::new(0) })
+}
+
+/// The names of all points in the sources below a folder, sorted: for the test that compares them
+/// with a crate's list. A name that stands twice comes twice.
+///
+/// # Errors
+/// If the sources cannot be read.
+pub fn names_in(folder: &Path) -> std::io::Result<Vec<String>> {
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            names.extend(names_in(&path)?);
+            continue;
+        }
+        let text = std::fs::read_to_string(&path)?;
+        let points = text.split("failpoint!(\"").skip(1);
+        names.extend(points.filter_map(|after| Some(after.split_once('"')?.0.to_owned())));
+    }
+    names.sort();
+    Ok(names)
 }
 
 #[cfg(test)]

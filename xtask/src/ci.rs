@@ -5,7 +5,7 @@
 //! a step that cannot run here is named in the closing report, never passed over.
 
 use crate::{
-    bench, demo, features, loom,
+    bench, crash, demo, features, fuzz, loom,
     shell::{Failure, Shell, fail, print, say},
     test, tidy,
     workspace::Workspace,
@@ -25,8 +25,10 @@ pub(crate) struct Args {
     only: Vec<String>,
 }
 
-const STEPS: [&str; 9] =
-    ["fmt", "tidy", "clippy", "test", "doc", "features", "loom", "examples", "bench"];
+const STEPS: [&str; 11] = [
+    "fmt", "tidy", "clippy", "test", "crash", "doc", "features", "loom", "fuzz", "examples",
+    "bench",
+];
 
 enum Outcome {
     Done,
@@ -94,6 +96,13 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
             .run()?,
         "features" => features::run(&features::Args::default(), workspace)?,
         "loom" => loom::run(&loom::Args::default(), workspace)?,
+        "crash" => crash::run(&crash::Args::default())?,
+        "fuzz" => {
+            if let Some(remedy) = fuzz::what_is_missing() {
+                return Ok(Outcome::CannotRun(remedy));
+            }
+            fuzz::run(&fuzz::Args::standard(), workspace)?;
+        }
         "examples" => {
             Shell::cargo(&["build", "--workspace", "--examples"]).run()?;
             demo::run(&demo::Args::standard(), workspace)?;

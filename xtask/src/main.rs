@@ -8,8 +8,10 @@
 
 mod bench;
 mod ci;
+mod crash;
 mod demo;
 mod features;
+mod fuzz;
 mod loom;
 mod shell;
 mod summary;
@@ -52,6 +54,10 @@ enum Command {
     Features(features::Args),
     /// Run the standard benchmarks, or compare two runs
     Bench(bench::Args),
+    /// Kill, stop and expel members at every failpoint: a random slice, or the whole matrix
+    Crash(crash::Args),
+    /// Run the fuzz targets (needs cargo-fuzz and a nightly toolchain)
+    Fuzz(fuzz::Args),
     /// Run the demo: rank processes sharing one cache
     Demo(demo::Args),
 }
@@ -65,6 +71,8 @@ fn main() -> ExitCode {
         Command::Loom(args) => loom::run(args, &workspace),
         Command::Features(args) => features::run(args, &workspace),
         Command::Bench(args) => bench::run(args, &workspace),
+        Command::Crash(args) => crash::run(args),
+        Command::Fuzz(args) => fuzz::run(args, &workspace),
         Command::Demo(args) => demo::run(args, &workspace),
     });
     match done {

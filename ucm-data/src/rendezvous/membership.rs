@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 
+use crate::failpoint::failpoint;
 use crate::rendezvous::config::{Offer, RendezvousConfig, Token, WhenAbsent};
 use crate::rendezvous::directory::{Directory, Locked};
 use crate::rendezvous::probe::{Answer, Reached, Welcome, reach};
@@ -128,13 +129,16 @@ impl Rendezvous {
             // Who only waits stays out of the creators' way until somebody is there.
             if config.when_absent == WhenAbsent::Create || directory.has_members()? {
                 let locked = directory.lock(deadline)?;
+                failpoint!("enter.lock.after");
                 let mut reached = reach(&directory, &config.layout, &watch)?;
+                failpoint!("enter.hello.after");
                 let entry = |reached, offer, welcome| {
                     let directory = Arc::clone(&directory);
                     Entry { config, directory, watch, reached, offer, welcome, locked }
                 };
                 match reached.ask(&config.layout, deadline)? {
                     Answer::Offer(offer, welcome) => {
+                        failpoint!("enter.offer.after");
                         return entry(reached, offer, Some(welcome)).sit(caller);
                     }
                     Answer::Nobody if directory.has_members()? => {
@@ -147,6 +151,7 @@ impl Rendezvous {
                     Answer::Nobody if config.when_absent == WhenAbsent::Create => {
                         let offer = caller.create()?;
                         offer.validate()?;
+                        failpoint!("enter.create.after");
                         return entry(reached, offer, None).sit(caller);
                     }
                     Answer::Nobody => unreachable_since = None,
@@ -282,6 +287,7 @@ struct Entry<'a> {
 impl Entry<'_> {
     fn sit<E: Enter>(mut self, caller: &mut E) -> Result<Membership, E::Error> {
         self.directory.sign_in()?;
+        failpoint!("enter.sign.after");
         let incarnation = Token::random()?;
         let boot = match &self.welcome {
             Some(welcome) => welcome.boot,
@@ -297,6 +303,7 @@ impl Entry<'_> {
             created: self.welcome.is_none(),
             watch: self.watch.clone(),
         })?;
+        failpoint!("enter.admit.after");
         let seat = admitted.seat;
         self.sit_at(admitted, incarnation, boot).map_err(|error| {
             caller.abandon(seat);
@@ -342,6 +349,7 @@ impl Entry<'_> {
             meta: u32::try_from(offer.meta.len()).unwrap_or(u32::MAX),
             fds: u32::try_from(offer.fds.len()).unwrap_or(u32::MAX),
         };
+        failpoint!("enter.listen.after");
         let (roster, conns) = acquaint(me, reached, welcome.as_ref());
         let bell = Arc::new(Bell::new()?);
         let steward = Steward {
@@ -374,14 +382,18 @@ impl Entry<'_> {
             .map_err(|error| {
                 DataError::new(ErrorKind::Os, format!("starting the steward thread: {error}"))
             })?;
+        failpoint!("enter.thread.after");
         // From here on nothing can fail: the others may hear of it.
         for socket in steward.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             let seated = Message::Seated { seat, incarnation };
             // A member that takes no message is ending; its process is watched.
             let _ = socket::send(socket.as_fd(), &seated, &[]);
+            failpoint!("enter.seated.after");
         }
         let _ = hand_over.send(Box::new(steward));
+        failpoint!("enter.unlock.before");
         drop(locked);
+        failpoint!("enter.unlock.after");
         let created = welcome.is_none();
         let steward = Some(thread);
         Ok(Membership {

@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
 use crate::DataError;
+use crate::failpoint::failpoint;
 use crate::fork::{GuardedFd, SharedFd};
 use crate::rendezvous::config::{LayoutTag, Offer, Token};
 use crate::rendezvous::directory::Directory;
@@ -151,10 +152,13 @@ impl Steward {
     fn farewell(&self) {
         // The name goes before the listener: nobody can have bound it anew yet.
         self.directory.remove_socket(self.seat);
+        failpoint!("leave.name.after");
         for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             let _ = socket::send(socket.as_fd(), &Message::Bye, &[]);
+            failpoint!("leave.bye.after");
         }
         socket::shutdown(self.listener.as_fd());
+        failpoint!("leave.listener.after");
         for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             socket::shutdown(socket.as_fd());
         }
@@ -334,12 +338,14 @@ impl Steward {
         for action in actions {
             let sent = match action {
                 Action::Reply(message) => {
+                    failpoint!("answer.welcome.before");
                     if matches!(message, Message::Refuse { .. }) {
                         count(&self.watch.shared.counters.refused_layout);
                     }
                     self.send(id, &message, &[])
                 }
                 Action::SendMeta { offset } => {
+                    failpoint!("answer.meta.before");
                     let rest = self.offer.meta.get(offset as usize..).unwrap_or_default();
                     let bytes = rest.iter().take(META_CHUNK_BYTES).copied().collect();
                     self.send(id, &Message::Meta { offset, bytes }, &[])
@@ -368,10 +374,12 @@ impl Steward {
     }
 
     fn send_fds(&self, id: ConnId, first: u32) -> bool {
+        failpoint!("answer.fds.before");
         let rest = self.offer.fds.get(first as usize..).unwrap_or_default();
         let fds: Vec<_> = rest.iter().take(FDS_PER_MESSAGE).map(AsFd::as_fd).collect();
         let count_here = u16::try_from(fds.len()).unwrap_or(0);
         let sent = self.send(id, &Message::Fds { first, count: count_here }, &fds);
+        failpoint!("answer.fds.after");
         if sent && first as usize + fds.len() == self.offer.fds.len() {
             count(&self.watch.shared.counters.served);
         }
@@ -406,7 +414,9 @@ impl Steward {
                 Notice::Died(seat, incarnation) => {
                     count(&self.watch.shared.counters.deaths);
                     tracing::warn!(seat, %incarnation, "a member died");
+                    failpoint!("death.tell.before");
                     self.guarded(|| hooks.on_death(seat, incarnation));
+                    failpoint!("death.tell.after");
                 }
                 Notice::DiedJoining => {
                     self.guarded(|| hooks.on_failed_join());

@@ -8,6 +8,8 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod child;
+#[cfg(feature = "failpoints")]
+mod crash;
 mod death;
 mod joining;
 mod loading;

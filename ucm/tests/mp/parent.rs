@@ -27,9 +27,15 @@ pub(crate) struct Proc {
 
 impl Proc {
     pub(crate) fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// As [`start`](Self::start), with more environment.
+    pub(crate) fn start_with(environment: &[(&str, &str)]) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child::entry", "--ignored", "--nocapture"])
             .env(MARK, "1")
+            .envs(environment.iter().copied())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -129,6 +135,20 @@ impl Proc {
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Waits for the end of the process; panics if it was not killed.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn until_killed(mut self, why: &str) {
+        let deadline = Instant::now() + WATCHDOG;
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+                return assert_eq!(signal, Some(9), "{why}: {status}");
+            }
+            assert!(Instant::now() < deadline, "{why}: the process goes on");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// SIGKILL, and waits for the end of the process.

@@ -1,0 +1,165 @@
+//! D1, D6: a member of a whole node dies at each failpoint of the rendezvous.
+//!
+//! **Invariant:** afterwards somebody can join at once, all keys are loadable with the right bytes, and
+//! the cache knows only the living.
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use ucm_data::failpoint::NAMES;
+
+use crate::parent::{Instance, Proc};
+
+const KEYS: [u64; 4] = [1, 2, 3, 4];
+
+struct Scene {
+    instance: Instance,
+    ranks: Vec<Proc>,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self { instance: Instance::new(), ranks: Vec::new() }
+    }
+
+    fn order(&self, device: u32) -> Value {
+        let mut join = self.instance.rank(device, 8, 4);
+        join["backend"] = "pattern".into();
+        join
+    }
+
+    fn join(&mut self, count: u32) {
+        for _ in 0..count {
+            let device = u32::try_from(self.ranks.len()).unwrap();
+            let mut rank = Proc::start();
+            rank.join(&self.order(device));
+            self.ranks.push(rank);
+        }
+    }
+
+    /// A rank that will die at the point's nth hit, not joined yet.
+    fn victim(point: &str, nth: u32) -> Proc {
+        Proc::start_with(&[("UCM_FAILPOINT", &format!("{point}:{nth}"))])
+    }
+
+    /// Tells it to join, in vain.
+    fn dies_joining(&self, mut victim: Proc, point: &str) {
+        let mut order = self.order(7);
+        order["do"] = "join".into();
+        victim.tell(&order);
+        victim.until_killed(point);
+    }
+
+    /// Everybody alive loads everything, a newcomer as well; nothing else is left.
+    fn check(mut self, point: &str) {
+        self.join(1);
+        for (task, rank) in (10..).zip(&mut self.ranks) {
+            rank.load(task, &KEYS);
+            rank.loaded(task);
+        }
+        let expected = (json!([]), json!(self.ranks.len()), json!([0, 0, 0]));
+        let begun = std::time::Instant::now();
+        loop {
+            let seen = self.ranks[0].ask(&json!({"do": "inspect"}));
+            let left = json!([seen["pinned"], seen["filling"], seen["draining"]]);
+            let found = (seen["problems"].clone(), seen["members"].clone(), left);
+            if found == expected {
+                break;
+            }
+            // The living hear of a death a moment later.
+            assert!(begun.elapsed() < std::time::Duration::from_secs(10), "{point}: {seen}");
+        }
+    }
+}
+
+#[test]
+fn d1_death_at_every_point_of_entering() {
+    let mut points = 0;
+    for point in NAMES.iter().filter(|name| name.starts_with("enter.")) {
+        // As the first, and as one of several. Only the first creates, only others are answered.
+        let creates = !matches!(*point, "enter.offer.after" | "enter.seated.after");
+        let joins = *point != "enter.create.after";
+        if creates {
+            let scene = Scene::new();
+            scene.dies_joining(Scene::victim(point, 1), point);
+            scene.check(point);
+        }
+        if joins {
+            let mut scene = Scene::new();
+            scene.join(2);
+            scene.ranks[0].load(1, &KEYS);
+            scene.ranks[0].loaded(1);
+            scene.dies_joining(Scene::victim(point, 1), point);
+            scene.check(point);
+        }
+        points += 1;
+    }
+    assert!(points > 8);
+}
+
+/// D6: the member that answers joiners dies while it answers; the joiner gets in all the same.
+#[test]
+fn d6_death_at_every_point_of_answering() {
+    for point in NAMES.iter().filter(|name| name.starts_with("answer.")) {
+        let mut scene = Scene::new();
+        // It answers one joiner to the end. The next one can ask nobody else at first.
+        let mut victim = Scene::victim(point, 2);
+        victim.join(&scene.order(7));
+        scene.join(1);
+        scene.ranks[0].signal(Signal::STOP);
+        let mut joiner = Proc::start();
+        let mut order = scene.order(6);
+        order["do"] = "join".into();
+        joiner.tell(&order);
+        victim.until_killed(point);
+        scene.ranks[0].signal(Signal::CONT);
+        let answer = joiner.expect("answer");
+        assert_eq!(answer["created"], false, "{point}: {answer}");
+        scene.ranks.push(joiner);
+        scene.check(point);
+    }
+}
+
+#[test]
+fn d1_death_at_every_point_of_leaving() {
+    for point in NAMES.iter().filter(|name| name.starts_with("leave.")) {
+        let mut scene = Scene::new();
+        scene.join(2);
+        let mut victim = Scene::victim(point, 1);
+        victim.join(&scene.order(7));
+        victim.load(1, &KEYS);
+        victim.loaded(1);
+        victim.tell(&json!({"do": "leave"}));
+        victim.until_killed(point);
+        scene.check(point);
+    }
+}
+
+/// Whoever hears of a death dies before or after it has cleared up; others do it.
+#[test]
+fn d1_death_at_every_point_of_hearing_of_a_death() {
+    for point in NAMES.iter().filter(|name| name.starts_with("death.")) {
+        let mut scene = Scene::new();
+        scene.join(2);
+        let mut first = Proc::start();
+        let mut gated = scene.order(6);
+        gated["backend"] = "gate".into();
+        first.join(&gated);
+        first.load(1, &[9]);
+        assert_eq!(first.started(), 9);
+        let mut victim = Scene::victim(point, 1);
+        victim.join(&scene.order(7));
+        first.signal(Signal::KILL);
+        victim.until_killed(point);
+        drop(first);
+        scene.check(point);
+    }
+}
+
+/// Every point belongs to one of the tests above.
+#[test]
+fn d1_all_points_of_the_rendezvous_are_used() {
+    let scenes = ["enter.", "answer.", "leave.", "death."];
+    for name in NAMES {
+        assert!(scenes.iter().any(|scene| name.starts_with(scene)), "{name}");
+    }
+}
