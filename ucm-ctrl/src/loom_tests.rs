@@ -40,6 +40,7 @@ mod bytes;
 mod evicting;
 mod owning;
 mod pinning;
+mod recovery;
 mod seats;
 mod waking;
 
