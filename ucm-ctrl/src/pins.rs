@@ -53,6 +53,8 @@ impl Pins {
         let (Some(further), Some(shared)) = (self.further(pool, slot), pins.get(self.word)) else {
             return;
         };
+        // The release will need it: read it together with the slot, not after the locked instruction.
+        further.load(Ordering::Relaxed);
         failpoint!("pin.bit.before");
         while shared.fetch_or(self.bit, Ordering::SeqCst) & self.bit != 0 {
             if self.pin_further(further, shared) {
@@ -61,8 +63,6 @@ impl Pins {
         }
         failpoint!("pin.bit.after");
         seqcst_point();
-        // Brings in the line that the release will need.
-        further.load(Ordering::Relaxed);
     }
 
     /// Counts a pin of a slot that this process pins already; false when it does no more.

@@ -159,18 +159,22 @@ impl Pool {
         if word.phase() != Phase::Ready {
             return None;
         }
+        // Read together with the slot, not after the pin's locked instruction.
+        let marked = tables.is_marked(index);
         self.member.pin(self.id.0, index, &slot.pins);
         let word = slot.load();
         if word.phase() != Phase::Ready || !slot.holds(&raw) {
             self.unpin(tables, index, slot);
             return None;
         }
-        self.count_hit(tables, index);
+        self.count_hit(tables, index, marked);
         Some(Hit { slot: index, generation: word.generation() })
     }
 
-    fn count_hit(&self, tables: &PoolTables, index: u32) {
-        tables.mark(index);
+    fn count_hit(&self, tables: &PoolTables, index: u32, marked: bool) {
+        if !marked {
+            tables.mark(index);
+        }
         failpoint!("hit.mark.after");
         self.member.count_hit();
     }
@@ -244,7 +248,7 @@ impl Pool {
             let handle = |word: SlotWord| Handle::new(self, index, word.generation());
             match word.phase() {
                 Phase::Ready => {
-                    self.count_hit(tables, index);
+                    self.count_hit(tables, index, false);
                     return Some(Acquired::Hit(Pin::new(handle(word))));
                 }
                 Phase::Filling => {
