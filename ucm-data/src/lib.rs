@@ -18,6 +18,8 @@ pub mod failpoint;
 mod fork;
 mod rendezvous;
 mod segment;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use crate::error::{DataError, ErrorKind, Shortage};
 pub use crate::fork::SharedFd;

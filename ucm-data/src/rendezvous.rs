@@ -25,3 +25,9 @@ pub use self::config::{LayoutTag, MAX_SEATS, Offer, RendezvousConfig, Sockets, T
 pub use self::membership::{Admission, Admitted, Enter, Membership, Rendezvous};
 pub use self::steward::StewardHooks;
 pub use self::watch::{Liveness, PeerInfo, PeerWatch, RendezvousStats};
+
+/// For the fuzzer: a message, parsed and written again.
+#[cfg(feature = "testing")]
+pub(crate) fn reencode(bytes: &[u8]) -> Result<Vec<u8>, crate::DataError> {
+    wire::Message::decode(bytes).map(|message| message.encode())
+}
