@@ -14,6 +14,10 @@ mod core;
 mod driver;
 mod dump;
 mod error;
+#[cfg(not(any(test, feature = "failpoints")))]
+mod failpoint;
+#[cfg(any(test, feature = "failpoints"))]
+pub mod failpoint;
 mod group;
 mod hash;
 mod inbox;

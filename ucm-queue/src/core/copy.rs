@@ -16,6 +16,7 @@ use ucm_transport::{
     TransferPlan,
 };
 
+use crate::failpoint::failpoint;
 use crate::{
     dump::DumpItem,
     inbox::{Event, Inbox},
@@ -395,8 +396,12 @@ impl Core {
         let hold = PlanHold { body: Some(Box::new(body)), inbox: Arc::clone(&self.parts.inbox) };
         let plan = TransferPlan { items, holds: vec![Box::new(hold)] };
         let engine = &self.parts.engine;
+        failpoint!("copy.submit.before");
         match catch_unwind(AssertUnwindSafe(|| engine.submit(plan))) {
-            Ok(Ok(_ticket)) => true,
+            Ok(Ok(_ticket)) => {
+                failpoint!("copy.submit.after");
+                true
+            }
             Ok(Err(Rejected { plan, error })) => {
                 let Some(body) = body_of(plan.holds) else { return true };
                 let others = self.copier.loads_in_flight + self.copier.snaps_in_flight > 1;
@@ -436,6 +441,7 @@ impl Core {
     }
 
     fn plan_ended(&mut self, body: PlanBody, result: Result<(), TransferError>) {
+        failpoint!("copy.ended.before");
         self.step();
         let PlanBody { work, guards, started } = body;
         self.parts.metrics.copy_plans.add(1);
@@ -461,6 +467,7 @@ impl Core {
         for (task, guard) in guards {
             // The caller may reuse the destinations before it hears so, never after.
             let requests = guard.end();
+            failpoint!("copy.guard.after");
             self.copies_ended(task, &requests);
         }
     }

@@ -11,6 +11,7 @@ use std::{
 use ucm_ctrl::{FailKind, Fill, PublishError};
 use ucm_store::{Completed, ErrorKind, IoMemory, Op, StoreError};
 
+use crate::failpoint::failpoint;
 use crate::{dump::DumpItem, task::UnitState};
 
 use super::{
@@ -45,6 +46,7 @@ enum Into {
 impl Core {
     /// Starts to read a unit into the slot it was given.
     pub(super) fn read_into_slot(&mut self, task: u64, unit: u32, fill: Fill) -> Walk {
+        failpoint!("load.own.after");
         let Some(len) = self.unit_mut(task, unit).map(|unit| unit.len) else {
             return Walk::Exhausted;
         };
@@ -113,10 +115,12 @@ impl Core {
         let ops = std::mem::take(&mut self.load_ops);
         let backend = &self.parts.backend;
         self.parts.metrics.backend_calls.add(1);
+        failpoint!("load.submit.before");
         // Operations a panicking backend drops end as `Lost`, through the sink.
         if catch_unwind(AssertUnwindSafe(|| backend.load(ops))).is_err() {
             self.parts.metrics.caught_panics.add(1);
         }
+        failpoint!("load.submit.after");
     }
 
     /// Hands the collected dumps to the backend in one call.
@@ -127,9 +131,11 @@ impl Core {
         self.step();
         let ops = std::mem::take(&mut self.dump_ops);
         let backend = &self.parts.backend;
+        failpoint!("dump.submit.before");
         if catch_unwind(AssertUnwindSafe(|| backend.dump(ops))).is_err() {
             self.parts.metrics.caught_panics.add(1);
         }
+        failpoint!("dump.submit.after");
     }
 
     /// The backend has ended an operation.
@@ -169,9 +175,13 @@ impl Core {
         len: u64,
         result: Result<(), FailKind>,
     ) {
+        failpoint!("load.ended.before");
         match (into, result) {
             (Into::Slot(fill), Ok(())) => match fill.publish_bytes(len) {
-                Ok(pin) => self.copy_in(task, unit, Source::Slot(pin), Origin::Owned),
+                Ok(pin) => {
+                    failpoint!("load.publish.after");
+                    self.copy_in(task, unit, Source::Slot(pin), Origin::Owned);
+                }
                 Err(PublishError::IoInFlight(fill)) => {
                     // The backend kept what it should have given back.
                     fill.abandon_draining(FailKind::Other);

@@ -5,6 +5,7 @@
 
 use ucm_ctrl::{Acquired, FailKind, Fill, IoToken, Pin, PublishError};
 
+use crate::failpoint::failpoint;
 use crate::{
     dump::{DumpItem, PreparedDump},
     staging::{StagingLease, StagingPool},
@@ -101,6 +102,7 @@ impl Core {
     }
 
     fn snap_into_slot(&mut self, item: DumpItem, fill: Fill) {
+        failpoint!("dump.own.after");
         match self.parts.slots.slot_addr(fill.slot()) {
             Some(to) => {
                 let into = SnapInto::Slot { token: fill.start_io(), fill };
@@ -190,8 +192,10 @@ impl Core {
     /// All bytes of a dump are in its slot.
     pub(super) fn publish(&mut self, item: DumpItem, token: IoToken, fill: Fill) {
         drop(token);
+        failpoint!("dump.publish.before");
         match fill.publish_bytes(item.len) {
             Ok(pin) => {
+                failpoint!("dump.publish.after");
                 self.parts.metrics.dump_copied.add(1);
                 self.cached(item, pin);
             }
@@ -240,6 +244,7 @@ impl Core {
 
     /// The backend has ended a dump.
     pub(super) fn stored(&mut self, item: DumpItem, result: Result<(), FailKind>) {
+        failpoint!("dump.ended.before");
         match result {
             Ok(()) => self.parts.metrics.dump_durable.add(1),
             Err(_) => self.parts.metrics.dump_failed.add(1),

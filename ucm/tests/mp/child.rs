@@ -86,6 +86,10 @@ impl Actor {
                 Ok(()) => answer(json!({})),
                 Err(error) => answer(json!({ "error": error.to_string() })),
             },
+            "dump" => {
+                self.dump(&keys());
+                answer(json!({}));
+            }
             "release" => {
                 self.gate.release(order["key"].as_u64().unwrap(), None);
                 answer(json!({}));
@@ -197,6 +201,22 @@ impl Actor {
         let created = rank.report().created;
         self.rank = Some((Arc::new(rank), memory, region));
         Ok(created)
+    }
+
+    /// Dumps the keys into the cache and the backend, and waits for both.
+    fn dump(&self, keys: &[u64]) {
+        let (rank, memory, region) = self.rank.as_ref().unwrap();
+        let bytes = rank.pool(POOL).unwrap().shard_bytes();
+        let mut buffer = vec![0; usize::try_from(bytes).unwrap()];
+        let mut shards = Vec::new();
+        for (index, number) in (0..).zip(keys) {
+            fill_pattern(&mut buffer, &key(*number).block.0, 0, 0, GENERATION);
+            let offset = index * bytes;
+            memory.write(usize::try_from(offset).unwrap(), &buffer).unwrap();
+            shards.push((key(*number), Addr { region: *region, offset }));
+        }
+        let handle = rank.dump(POOL, &shards, true).unwrap();
+        assert!(handle.wait_durable(None).unwrap().iter().all(Result::is_ok));
     }
 
     /// Loads the keys one after the other into the destination; says how it ended.

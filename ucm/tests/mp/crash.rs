@@ -1,4 +1,4 @@
-//! D1, D6: a member of a whole node dies at each failpoint of the rendezvous.
+//! D1, D6: a member of a whole node dies at each failpoint of the rendezvous and of its queue.
 //!
 //! **Invariant:** afterwards somebody can join at once, all keys are loadable with the right bytes, and
 //! the cache knows only the living.
@@ -6,6 +6,7 @@
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use ucm_data::failpoint::NAMES;
+use ucm_queue::failpoint::NAMES as QUEUE;
 
 use crate::parent::{Instance, Proc};
 
@@ -151,6 +152,29 @@ fn d1_death_at_every_point_of_hearing_of_a_death() {
         first.signal(Signal::KILL);
         victim.until_killed(point);
         drop(first);
+        scene.check(point);
+    }
+}
+
+/// A rank that loads and dumps dies while another waits for the same keys.
+#[test]
+fn d1_death_at_every_point_of_the_queue() {
+    for point in QUEUE {
+        let mut scene = Scene::new();
+        scene.join(2);
+        let mut victim = Scene::victim(point, 1);
+        victim.join(&scene.order(7));
+        // What is there already is not dumped: nobody else may be faster.
+        let dumps = point.starts_with("dump.");
+        let what = if dumps { "dump" } else { "load" };
+        victim.tell(&json!({"do": what, "task": 1, "keys": KEYS}));
+        if !dumps {
+            scene.ranks[0].load(1, &KEYS);
+        }
+        victim.until_killed(point);
+        if !dumps {
+            scene.ranks[0].loaded(1);
+        }
         scene.check(point);
     }
 }
