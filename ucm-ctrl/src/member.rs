@@ -223,13 +223,12 @@ fn introduce(
     let joined = MemberWord::with(MemberState::Joined, 0, generation);
     record.word.store(joined.0, Ordering::SeqCst);
     failpoint!("join.joined.after");
-    let slots = control.region.geometry().pools.iter().map(crate::PoolGeometry::total);
     let inner = MemberInner {
         control: control.clone(),
         index,
         generation,
         joined: joined.0,
-        pins: Pins::new(index, slots),
+        pins: Pins::new(index),
         hit_thread: Counter::new(0),
         fenced: AtomicU32::new(NOT_FENCED),
         interrupted: Counter::new(0),
@@ -502,7 +501,7 @@ impl MemberInner {
         let region = &self.control.region;
         // A wait sleeps on its slot's version or on the doorbell. Others that sleep there look again
         // and go on sleeping.
-        for (_, _, slot) in self.slots().filter(|(_, _, slot)| self.pins.is_set(&slot.pins)) {
+        for slot in self.slots().filter(|slot| self.pins.is_set(&slot.pins)) {
             announce(region, slot);
         }
         if let Some(record) = self.record() {
@@ -569,17 +568,18 @@ impl MemberInner {
 
     /// Pins this process holds, over all slots; 0 in a forked child.
     pub(crate) fn pins_held(&self) -> u64 {
-        self.slots().map(|(pool, index, slot)| self.pins.held(pool, index, &slot.pins)).sum()
+        if !self.control.region.is_ours() {
+            return 0;
+        }
+        let first = self.slots().filter(|slot| self.pins.is_set(&slot.pins)).count();
+        first as u64 + self.pins.further_pins()
     }
 
-    /// All slots with pool and index; none in a forked child.
-    fn slots(&self) -> impl Iterator<Item = (u8, u32, &Slot)> {
+    /// All slots; none in a forked child.
+    fn slots(&self) -> impl Iterator<Item = &Slot> {
         let region = &self.control.region;
         let pools = if region.is_ours() { region.geometry().pools.len() } else { 0 };
-        (0..).take(pools).flat_map(|pool: u8| {
-            let slots = region.pool(usize::from(pool)).map(|tables| &tables.slots[..]);
-            (0..).zip(slots.unwrap_or(&[])).map(move |(index, slot)| (pool, index, slot))
-        })
+        (0..pools).filter_map(|pool| region.pool(pool)).flat_map(|tables| tables.slots.iter())
     }
 }
 

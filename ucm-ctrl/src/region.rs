@@ -19,12 +19,12 @@ mod memory;
 #[cfg(not(ucm_loom))]
 mod plan;
 #[cfg(not(ucm_loom))]
-pub(crate) use memory::{Region, Table, zeroed_counts};
+pub(crate) use memory::{Region, Table};
 
 #[cfg(ucm_loom)]
 mod model;
 #[cfg(ucm_loom)]
-pub(crate) use model::{Region, Table, zeroed_counts};
+pub(crate) use model::{Region, Table};
 
 /// The tables of one pool. Borrowed from the region, which keeps them mapped.
 #[derive(Debug)]

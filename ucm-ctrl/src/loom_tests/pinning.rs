@@ -16,7 +16,7 @@ struct Shared(Arc<(Pins, [AtomicU64; 2])>);
 
 impl Shared {
     fn new() -> Self {
-        Self(Arc::new((Pins::new(0, [1].into_iter()), Default::default())))
+        Self(Arc::new((Pins::new(0), Default::default())))
     }
 
     /// Pins and releases; the bit must be there in between.
@@ -31,7 +31,7 @@ impl Shared {
 
     fn assert_at_rest(&self) {
         let (pins, words) = &*self.0;
-        assert_eq!((pins.held(0, 0, words), is_unpinned(words)), (0, true));
+        assert_eq!((pins.further_pins(), is_unpinned(words)), (0, true));
     }
 }
 

@@ -7,7 +7,7 @@ use std::{
     fmt,
     os::fd::{AsFd, OwnedFd},
     ptr::NonNull,
-    sync::atomic::{AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use rustix::{
@@ -365,28 +365,4 @@ fn read_geometry(header: &Header) -> Result<Geometry, CtrlError> {
         shard_bytes: pool.shard_bytes.load(Ordering::Relaxed),
     });
     Ok(Geometry { pools: pools.collect(), leases: header.leases.load(Ordering::Relaxed) })
-}
-
-/// `count` zeroed counters whose pages are only touched when used.
-pub(crate) fn zeroed_counts(count: u32) -> Box<[AtomicU32]> {
-    let mut zeroes = vec![0_u32; count as usize].into_boxed_slice();
-    advise_huge(&mut zeroes);
-    let raw = Box::into_raw(zeroes);
-    // SAFETY: `AtomicU32` has the same size, alignment and bit validity as `u32`, and the box was
-    // the only owner.
-    unsafe { Box::from_raw(raw as *mut [AtomicU32]) }
-}
-
-/// Asks for huge pages under a large table that is visited at random: each visit would miss the
-/// processor's cache of page addresses too.
-fn advise_huge(table: &mut [u32]) {
-    const HUGE: usize = 2 << 20;
-    let range = table.as_mut_ptr_range();
-    let start = range.start.addr().next_multiple_of(HUGE);
-    let len = range.end.addr().saturating_sub(start) / HUGE * HUGE;
-    if len > 0 {
-        let start = range.start.with_addr(start).cast();
-        // SAFETY: whole pages inside the table; the advice changes no contents.
-        let _ = unsafe { rustix::mm::madvise(start, len, Advice::LinuxHugepage) };
-    }
 }

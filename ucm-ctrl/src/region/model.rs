@@ -8,7 +8,6 @@ use crate::{
     geometry::free_map_words,
     key::Hasher,
     layout::{MAX_MEMBERS, MemberRecord},
-    sync::AtomicU32,
 };
 
 #[derive(Debug)]
@@ -70,8 +69,4 @@ impl Region {
     pub(crate) fn members(&self) -> &[MemberRecord] {
         &self.members
     }
-}
-
-pub(crate) fn zeroed_counts(count: u32) -> Box<[AtomicU32]> {
-    (0..count).map(|_| AtomicU32::new(0)).collect()
 }
