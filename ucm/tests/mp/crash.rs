@@ -167,7 +167,9 @@ fn d1_death_at_every_point_of_the_queue() {
         // What is there already is not dumped: nobody else may be faster.
         let dumps = point.starts_with("dump.");
         let what = if dumps { "dump" } else { "load" };
-        victim.tell(&json!({"do": what, "task": 1, "keys": KEYS}));
+        // One key is its own.
+        let keys: Vec<u64> = KEYS.into_iter().chain([100]).collect();
+        victim.tell(&json!({"do": what, "task": 1, "keys": keys}));
         if !dumps {
             scene.ranks[0].load(1, &KEYS);
         }
