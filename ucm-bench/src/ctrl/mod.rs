@@ -44,7 +44,7 @@ pub(crate) struct Args {
           value_parser = clap::value_parser!(u32).range(1..=1_000_000_000))]
     pub(crate) scaling: Vec<u32>,
     /// Wake-ups of each kind and run
-    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) wakes: u32,
     /// Processes that wait for one fill
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]

@@ -16,8 +16,10 @@ use super::{
 };
 use crate::{clock, error::BenchError, rng::Rng};
 
-/// Between the moment a thread is seen asleep and its wake-up: its processor shall be idle too.
-const SETTLE: Duration = Duration::from_micros(100);
+/// Between the moment a thread is seen asleep and its wake-up. Idle processors look out for work for
+/// up to 0.2 ms before they halt, and a halted one takes several times as long to wake: near that
+/// limit, chance would decide what is measured.
+const SETTLE: Duration = Duration::from_millis(1);
 
 /// How often each key is hit in a measurement with others.
 const ROUNDS: usize = 4;
