@@ -434,16 +434,32 @@ fn thread_mark() -> u64 {
 
 impl MemberInner {
     /// Refuses when this handle must not begin anything in the region any more.
+    #[inline]
     pub(crate) fn check(&self) -> Result<(), CtrlError> {
-        match self.fenced.load(Ordering::Relaxed) {
-            NOT_FENCED if self.control.region.is_ours() && self.is_joined() => Ok(()),
-            NOT_FENCED if self.control.region.is_ours() => Err(self.why_not_joined()),
-            NOT_FENCED => Err(CtrlError::Fenced("it belongs to the parent of this forked process")),
-            FENCED_UNDERFLOW => Err(CtrlError::Fenced(
-                "a pin was released twice, which is a bug: restart this process",
-            )),
-            _ => Err(CtrlError::Fenced("it was removed from the cache: join again")),
-        }
+        if self.joined_record().is_some() { Ok(()) } else { Err(self.why_refused()) }
+    }
+
+    /// The member's record, while it may begin something. A forked child sees none.
+    #[inline]
+    pub(crate) fn joined_record(&self) -> Option<&MemberRecord> {
+        let record = self.control.region.member(self.index)?;
+        let joined = record.word.load(Ordering::Acquire) == self.joined;
+        (joined && self.fenced.load(Ordering::Relaxed) == NOT_FENCED).then_some(record)
+    }
+
+    #[cold]
+    fn why_refused(&self) -> CtrlError {
+        CtrlError::Fenced(match self.fenced.load(Ordering::Relaxed) {
+            NOT_FENCED if !self.control.region.is_ours() => {
+                "it belongs to the parent of this forked process"
+            }
+            NOT_FENCED if self.is_expelled() => "an operator has expelled it: restart this process",
+            FENCED_UNDERFLOW => "a pin was released twice, which is a bug: restart this process",
+            _ => {
+                self.has_lost_a_slot();
+                "it was removed from the cache: join again"
+            }
+        })
     }
 
     /// True while the region may be written in this member's name.
@@ -452,20 +468,12 @@ impl MemberInner {
     }
 
     /// True while the record says that this stay goes on.
+    #[inline]
     pub(crate) fn is_joined(&self) -> bool {
         self.control
             .region
             .member(self.index)
             .is_some_and(|record| record.word.load(Ordering::Acquire) == self.joined)
-    }
-
-    #[cold]
-    fn why_not_joined(&self) -> CtrlError {
-        if self.is_expelled() {
-            return CtrlError::Fenced("an operator has expelled it: restart this process");
-        }
-        self.has_lost_a_slot();
-        CtrlError::Fenced("it was removed from the cache: join again")
     }
 
     fn is_expelled(&self) -> bool {
@@ -522,8 +530,7 @@ impl MemberInner {
     }
 
     /// Counts a hit. The thread that made the first one does so without a locked instruction.
-    pub(crate) fn count_hit(&self) {
-        let Some(record) = self.control.region.member(self.index) else { return };
+    pub(crate) fn count_hit(&self, record: &MemberRecord) {
         let (counters, me) = (&record.counters, thread_mark());
         let mine = |thread: u64| thread == me || thread == 0 && self.claim_hits(me);
         if mine(self.hit_thread.load(Ordering::Relaxed)) {

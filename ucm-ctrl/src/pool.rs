@@ -11,7 +11,7 @@ use crate::{
     failpoint::failpoint,
     handles::{Handle, monotonic_ms},
     key::Hasher,
-    layout::Slot,
+    layout::{MemberRecord, Slot},
     member::MemberInner,
     region::PoolTables,
     slot::{Phase, SlotWord},
@@ -153,7 +153,8 @@ impl Pool {
     /// Pins the key if it is ready and nothing stands in the way. Apart from [`enter`](Self::enter),
     /// so that the answer fits into registers.
     fn hit(&self, key: &Key) -> Option<Hit> {
-        let tables = self.enter_tables(key).ok()?;
+        let record = self.member.joined_record()?;
+        let tables = self.tables().ok().filter(|tables| key.shard < tables.shards_per_block)?;
         let raw = self.raw(key);
         let (index, slot, word) = tables.find(&raw)?;
         if word.phase() != Phase::Ready {
@@ -167,16 +168,16 @@ impl Pool {
             self.unpin(tables, index, slot);
             return None;
         }
-        self.count_hit(tables, index, marked);
+        self.count_hit(record, tables, index, marked);
         Some(Hit { slot: index, generation: word.generation() })
     }
 
-    fn count_hit(&self, tables: &PoolTables, index: u32, marked: bool) {
+    fn count_hit(&self, record: &MemberRecord, tables: &PoolTables, index: u32, marked: bool) {
         if !marked {
             tables.mark(index);
         }
         failpoint!("hit.mark.after");
-        self.member.count_hit();
+        self.member.count_hit(record);
     }
 
     fn acquire_slowly(&self, key: &Key) -> Result<Acquired, CtrlError> {
@@ -248,7 +249,9 @@ impl Pool {
             let handle = |word: SlotWord| Handle::new(self, index, word.generation());
             match word.phase() {
                 Phase::Ready => {
-                    self.count_hit(tables, index, false);
+                    if let Some(record) = me.record() {
+                        self.count_hit(record, tables, index, false);
+                    }
                     return Some(Acquired::Hit(Pin::new(handle(word))));
                 }
                 Phase::Filling => {
