@@ -206,10 +206,11 @@ pub(crate) struct DumpItem {
     pub(crate) group: Option<u64>,
     /// How often another filler's failure was met.
     pub(crate) retries: u8,
-    pub(crate) promise: KeyPromise,
+    // Fields drop in this order: what the item takes of the limits is back before its end is told.
     /// Set while the item may keep a slot of the cache.
     pub(crate) slot: Option<SlotShare>,
     share: Share,
+    pub(crate) promise: KeyPromise,
 }
 
 /// Counts slots that dumps keep from the loads of all ranks until they end.

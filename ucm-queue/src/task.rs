@@ -155,6 +155,8 @@ impl Req {
 /// A checked task, ready to be worked on.
 pub(crate) struct Prepared {
     pub(crate) id: u64,
+    /// Given back before the last request ends; fields drop in this order.
+    pub(crate) share: Option<Share>,
     pub(crate) promise: Promise,
     pub(crate) units: Vec<Unit>,
     pub(crate) dsts: Vec<Dst>,
@@ -167,8 +169,6 @@ pub(crate) struct Prepared {
     pub(crate) admitted: Instant,
     /// The task that must have nothing more to claim before this one claims anything.
     pub(crate) after: Option<u64>,
-    /// Given back before the last request ends.
-    pub(crate) share: Option<Share>,
 }
 
 impl Task {
