@@ -28,6 +28,17 @@ pub enum ErrorKind {
     Registration = 8,
     /// Work could not be proved ended within the deadline.
     Stuck = 9,
+    /// What the bytes belong to has changed: the peer restarted, or the source was replaced,
+    /// evicted or revoked meanwhile. The destination's content is undefined.
+    Stale = 10,
+    /// The peer is dead or cannot be reached.
+    PeerDown = 11,
+    /// The deadline passed. Nothing touches the memory any more.
+    Timeout = 12,
+    /// The peer does not let us: authentication, access or protocol version.
+    Denied = 13,
+    /// The plan was cancelled. Nothing touches the memory any more.
+    Cancelled = 14,
 }
 
 /// Error of every fallible call of this crate.

@@ -28,6 +28,7 @@
 //! # }
 //! ```
 
+mod check;
 mod engine;
 mod error;
 mod host;
@@ -36,10 +37,12 @@ mod plan;
 mod planner;
 mod region_table;
 mod share;
+mod shm;
 mod sim;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use check::SourceCheck;
 pub use engine::{Capabilities, Completion, Quiesce, Ticket, TransferEngine};
 pub use error::{ErrorKind, Rejected, TransferError};
 pub use host::{HostEngine, HostEngineBuilder};
@@ -48,4 +51,5 @@ pub use plan::{Addr, Hold, Transfer, TransferPlan};
 pub use planner::{Group, PlanLimits, Planned, RegionInfo, plan};
 pub use region_table::{Region, RegionLease, RegionTable, RegionView};
 pub use share::SharedEngine;
+pub use shm::{Access, ShmEngine, ShmEngineBuilder, Stamp, StampCheck, Stamps};
 pub use sim::{DeviceFault, DeviceRates, DeviceStats, SimDevice};

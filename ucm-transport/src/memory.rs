@@ -135,6 +135,11 @@ impl Memory {
         }
     }
 
+    /// The same bytes, under another name for where they live.
+    pub(crate) fn at(self, location: Location) -> Self {
+        Self { location, ..self }
+    }
+
     /// Length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {

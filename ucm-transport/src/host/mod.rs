@@ -16,7 +16,8 @@ use std::{
 
 use crate::{
     Capabilities, Completion, ErrorKind, Location, Memory, PlanLimits, Quiesce, RegionId,
-    RegionTable, Rejected, Ticket, TransferEngine, TransferError, TransferPlan, planner,
+    RegionTable, Rejected, SourceCheck, Ticket, TransferEngine, TransferError, TransferPlan,
+    planner,
 };
 use copy::CopyOp;
 use state::{Job, Piece, Shared};
@@ -125,17 +126,46 @@ impl HostEngine {
         }
     }
 
-    fn accept(&self, plan: &mut TransferPlan) -> Result<(Ticket, Option<Piece>), TransferError> {
+    /// Registers memory that this process can reach, whatever its location is called.
+    pub(crate) fn register_reachable(&self, memory: Memory) -> Result<RegionId, TransferError> {
+        self.regions.register(memory, ())
+    }
+
+    /// As [`submit`](TransferEngine::submit), between locations that `supports` allows, and with
+    /// each piece's source checked after it was read.
+    pub(crate) fn submit_between(
+        &self,
+        mut plan: TransferPlan,
+        supports: impl Fn(Location, Location) -> bool,
+        check: Option<Arc<dyn SourceCheck>>,
+    ) -> Result<Ticket, Rejected> {
+        match self.accept(&mut plan, supports, check) {
+            Ok((ticket, inline)) => {
+                if let Some(piece) = inline {
+                    worker::run_piece(&self.shared, piece);
+                }
+                Ok(ticket)
+            }
+            Err(error) => Err(Rejected { plan, error }),
+        }
+    }
+
+    fn accept(
+        &self,
+        plan: &mut TransferPlan,
+        supports: impl Fn(Location, Location) -> bool,
+        check: Option<Arc<dyn SourceCheck>>,
+    ) -> Result<(Ticket, Option<Piece>), TransferError> {
         let (planned, lease) = {
             let view = self.regions.view();
             let planned =
-                planner::plan(&plan.items, PlanLimits::UNSORTED, |id| view.info(id), on_host)?;
+                planner::plan(&plan.items, PlanLimits::UNSORTED, |id| view.info(id), supports)?;
             let lease = view.lease(&planned.regions)?;
             (planned, lease)
         };
         let ops = CopyOp::resolve(&planned.items, &lease)?;
         let (ops, spans) = copy::spans(ops, self.span_bytes);
-        let job = Job::new(ops, spans, planned.bytes, lease);
+        let job = Job::new(ops, spans, planned.bytes, lease, check);
         self.shared.admit(job, plan, self.max_in_flight, self.workers.is_empty())
     }
 }
@@ -171,16 +201,8 @@ impl TransferEngine for HostEngine {
         self.regions.deregister(region).map(drop)
     }
 
-    fn submit(&self, mut plan: TransferPlan) -> Result<Ticket, Rejected> {
-        match self.accept(&mut plan) {
-            Ok((ticket, inline)) => {
-                if let Some(piece) = inline {
-                    worker::run_piece(&self.shared, piece);
-                }
-                Ok(ticket)
-            }
-            Err(error) => Err(Rejected { plan, error }),
-        }
+    fn submit(&self, plan: TransferPlan) -> Result<Ticket, Rejected> {
+        self.submit_between(plan, on_host, None)
     }
 
     fn poll(&self, out: &mut Vec<Completion>) -> usize {

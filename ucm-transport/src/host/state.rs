@@ -14,8 +14,8 @@ use std::{
 
 use super::copy::CopyOp;
 use crate::{
-    Completion, ErrorKind, Hold, Quiesce, Region, RegionId, RegionLease, Ticket, TransferError,
-    TransferPlan,
+    Completion, ErrorKind, Hold, Quiesce, Region, RegionId, RegionLease, SourceCheck, Ticket,
+    TransferError, TransferPlan,
 };
 
 #[derive(Debug)]
@@ -53,6 +53,7 @@ pub(super) struct Job {
     bytes: u64,
     error: Option<TransferError>,
     lease: RegionLease<()>,
+    check: Option<Arc<dyn SourceCheck>>,
     holds: Vec<Hold>,
 }
 
@@ -62,9 +63,19 @@ impl Job {
         spans: Vec<Range<usize>>,
         bytes: u64,
         lease: RegionLease<()>,
+        check: Option<Arc<dyn SourceCheck>>,
     ) -> Self {
-        let ops = Arc::new(ops);
-        Self { ops, spans, next: 0, active: 0, bytes, error: None, lease, holds: Vec::new() }
+        Self {
+            ops: Arc::new(ops),
+            spans,
+            next: 0,
+            active: 0,
+            bytes,
+            error: None,
+            lease,
+            check,
+            holds: Vec::new(),
+        }
     }
 
     fn is_over(&self) -> bool {
@@ -87,7 +98,20 @@ pub(super) struct Piece {
     pub(super) ticket: Ticket,
     pub(super) ops: Arc<Vec<CopyOp>>,
     pub(super) range: Range<usize>,
+    /// Asked after the copies.
+    pub(super) check: Option<Arc<dyn SourceCheck>>,
     pub(super) inject_panic: bool,
+}
+
+/// How a piece ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PieceEnd {
+    /// All its bytes were moved, and were current.
+    Moved,
+    /// The source changed while it was read.
+    Stale,
+    /// The worker panicked.
+    Panicked,
 }
 
 /// What remains to be done without the lock: here foreign code runs.
@@ -149,7 +173,8 @@ impl Shared {
             job.active = 1;
             let (ops, range) = (Arc::clone(&job.ops), 0..job.ops.len());
             let inject_panic = state.count_piece();
-            piece = Some(Piece { ticket, ops, range, inject_panic });
+            let check = job.check.clone();
+            piece = Some(Piece { ticket, ops, range, check, inject_panic });
         }
         state.jobs.insert(ticket, job);
         if spans == 0 {
@@ -185,13 +210,18 @@ impl Shared {
     }
 
     /// Records the end of a piece.
-    pub(super) fn piece_ended(&self, ticket: Ticket, panicked: bool) {
+    pub(super) fn piece_ended(&self, ticket: Ticket, end: PieceEnd) {
+        let panicked = end == PieceEnd::Panicked;
         let mut after = After::default();
         let mut state = self.lock();
         if let Some(job) = state.jobs.get_mut(&ticket) {
             job.active -= 1;
-            if panicked {
-                job.error = Some(poisoned());
+            match end {
+                PieceEnd::Moved => {}
+                PieceEnd::Stale => {
+                    job.error.get_or_insert_with(TransferError::source_changed);
+                }
+                PieceEnd::Panicked => job.error = Some(poisoned()),
             }
         }
         if panicked {
@@ -317,11 +347,11 @@ impl State {
         let range = job.spans.get(job.next)?.clone();
         job.next += 1;
         job.active += 1;
-        let ops = Arc::clone(&job.ops);
+        let (ops, check) = (Arc::clone(&job.ops), job.check.clone());
         if job.next == job.spans.len() {
             self.queue.pop_front();
         }
-        Some(Piece { ticket, ops, range, inject_panic })
+        Some(Piece { ticket, ops, range, check, inject_panic })
     }
 
     fn count_piece(&mut self) -> bool {
@@ -360,7 +390,7 @@ mod tests {
         let regions = RegionTable::default();
         let id = regions.register(Memory::host(64).unwrap(), ()).unwrap();
         let lease = regions.view().lease(&[id]).unwrap();
-        let job = Job::new(Vec::new(), vec![0..0; 4], 64, lease);
+        let job = Job::new(Vec::new(), vec![0..0; 4], 64, lease, None);
         let shared = Shared::new(None);
         let mut plan = TransferPlan { items: vec![], holds: vec![Box::new(1)] };
         let (ticket, piece) = shared.admit(job, &mut plan, 8, false).unwrap();
@@ -379,12 +409,12 @@ mod tests {
         let mut out = Vec::new();
         assert!(shared.take().is_some() && shared.take().is_some());
         for _ in 0..3 {
-            shared.piece_ended(ticket, false);
+            shared.piece_ended(ticket, PieceEnd::Moved);
             assert_eq!(shared.poll(&mut out), 0);
             assert!(stuck(&shared));
             assert_eq!(regions.deregister(id).unwrap_err().kind(), ErrorKind::Busy);
         }
-        shared.piece_ended(ticket, false);
+        shared.piece_ended(ticket, PieceEnd::Moved);
         assert!(!stuck(&shared));
         assert_eq!(shared.poll(&mut out), 1);
         assert_eq!((out[0].result.clone().unwrap(), out[0].holds.len()), (64, 1));
@@ -395,11 +425,11 @@ mod tests {
     fn a_panic_ends_the_plan_after_the_pieces_that_still_run() {
         let (shared, regions, id, ticket) = two_running();
         let mut out = Vec::new();
-        shared.piece_ended(ticket, true);
+        shared.piece_ended(ticket, PieceEnd::Panicked);
         assert!(shared.take().is_none(), "nothing is started any more");
         assert_eq!((shared.poll(&mut out), stuck(&shared)), (0, true));
         assert_eq!(regions.deregister(id).unwrap_err().kind(), ErrorKind::Busy);
-        shared.piece_ended(ticket, false);
+        shared.piece_ended(ticket, PieceEnd::Moved);
         assert_eq!((shared.poll(&mut out), stuck(&shared)), (1, false));
         assert_eq!(out[0].result.as_ref().unwrap_err().kind(), ErrorKind::Poisoned);
         regions.deregister(id).unwrap();
@@ -411,9 +441,9 @@ mod tests {
         let mut out = Vec::new();
         shared.stop();
         assert!(shared.take().is_none());
-        shared.piece_ended(ticket, false);
+        shared.piece_ended(ticket, PieceEnd::Moved);
         assert_eq!(shared.poll(&mut out), 0);
-        shared.piece_ended(ticket, false);
+        shared.piece_ended(ticket, PieceEnd::Moved);
         assert_eq!(shared.poll(&mut out), 1);
         assert_eq!(out[0].result.as_ref().unwrap_err().kind(), ErrorKind::Failed);
     }

@@ -4,7 +4,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::state::{Piece, Shared};
+use super::state::{Piece, PieceEnd, Shared};
 
 /// Body of a worker thread.
 pub(super) fn run(shared: &Shared) {
@@ -15,8 +15,8 @@ pub(super) fn run(shared: &Shared) {
 
 /// Runs one piece and reports its end.
 pub(super) fn run_piece(shared: &Shared, piece: Piece) {
-    let Piece { ticket, ops, range, inject_panic } = piece;
-    let panicked = catch_unwind(AssertUnwindSafe(|| {
+    let Piece { ticket, ops, range, check, inject_panic } = piece;
+    let end = catch_unwind(AssertUnwindSafe(|| {
         if inject_panic {
             panic!("injected: a copy worker panics");
         }
@@ -24,8 +24,13 @@ pub(super) fn run_piece(shared: &Shared, piece: Piece) {
             // SAFETY: the job keeps its region lease until this piece is reported as ended.
             unsafe { op.run() };
         }
+        // What was current after the last byte was current before it: generations never return.
+        match &check {
+            Some(check) if !check.is_current() => PieceEnd::Stale,
+            _ => PieceEnd::Moved,
+        }
     }))
-    .is_err();
+    .unwrap_or(PieceEnd::Panicked);
     drop(ops);
-    shared.piece_ended(ticket, panicked);
+    shared.piece_ended(ticket, end);
 }

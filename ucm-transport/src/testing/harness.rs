@@ -26,6 +26,16 @@ pub trait Harness {
         Memory::host(len).unwrap()
     }
 
+    /// Makes such memory usable in plans of an engine made by [`engine`](Self::engine).
+    fn register(&self, engine: &dyn TransferEngine, memory: &Memory) -> RegionId {
+        engine.register(memory.clone()).unwrap()
+    }
+
+    /// Whether the engine moves bytes from destination memory to destination memory.
+    fn copies_locally(&self) -> bool {
+        true
+    }
+
     /// Reads bytes of such memory.
     fn read(&self, memory: &Memory, offset: usize, into: &mut [u8]) {
         memory.read(offset, into).unwrap();
