@@ -39,6 +39,8 @@ mod region_table;
 mod share;
 mod shm;
 mod sim;
+#[cfg(feature = "tcp")]
+mod tcp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
@@ -53,3 +55,9 @@ pub use region_table::{Region, RegionLease, RegionTable, RegionView};
 pub use share::SharedEngine;
 pub use shm::{Access, ShmEngine, ShmEngineBuilder, Stamp, StampCheck, Stamps};
 pub use sim::{DeviceFault, DeviceRates, DeviceStats, SimDevice};
+#[cfg(feature = "tcp")]
+pub use tcp::{
+    Exports, PeerRange, PeerState, Pieces, Refusal, RefusalKind, Request, Secret, Serve, Served,
+    Session, TcpEngine, TcpEngineBuilder, TcpPeer, TcpServer, TcpServerConfig, TcpServerStats,
+    TcpStats,
+};

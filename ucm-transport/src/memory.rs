@@ -135,6 +135,12 @@ impl Memory {
         }
     }
 
+    /// Names memory that no address of this process reaches.
+    #[cfg(feature = "tcp")]
+    pub(crate) fn elsewhere(len: usize, location: Location) -> Self {
+        Self { base: NonNull::dangling(), len, location, _keep: Arc::new(()) }
+    }
+
     /// The same bytes, under another name for where they live.
     pub(crate) fn at(self, location: Location) -> Self {
         Self { location, ..self }

@@ -15,7 +15,14 @@ use crate::{ErrorKind, Memory, RegionId, RegionInfo, TransferError};
 /// Thread-safe. Looking up takes a shared lock; registering an exclusive one.
 #[derive(Debug)]
 pub struct RegionTable<T = ()> {
-    slots: RwLock<Vec<Slot<T>>>,
+    slots: RwLock<Slots<T>>,
+}
+
+#[derive(Debug)]
+struct Slots<T> {
+    all: Vec<Slot<T>>,
+    /// Places to take again. One whose generations are used up is not among them.
+    free: Vec<u32>,
 }
 
 #[derive(Debug)]
@@ -47,7 +54,7 @@ impl<T> Region<T> {
 
 impl<T> Default for RegionTable<T> {
     fn default() -> Self {
-        Self { slots: RwLock::new(Vec::new()) }
+        Self { slots: RwLock::new(Slots { all: Vec::new(), free: Vec::new() }) }
     }
 }
 
@@ -62,19 +69,18 @@ impl<T> RegionTable<T> {
         }
         let mut slots = self.write();
         let region = Arc::new(Region { memory, attached, uses: AtomicU32::new(0) });
-        // A place whose generations are used up is never taken again.
-        let free = slots.iter().position(|s| s.entry.is_none() && s.generation < u32::MAX);
-        let at = free.unwrap_or(slots.len());
+        let free = slots.free.pop();
+        let at = free.map_or(slots.all.len(), |index| usize::try_from(index).unwrap_or(usize::MAX));
         let index = u32::try_from(at).map_err(|_| {
             TransferError::new(ErrorKind::Registration, format!("{at} regions are registered"))
         })?;
-        match slots.get_mut(at) {
+        match slots.all.get_mut(at) {
             Some(slot) => {
                 slot.entry = Some(region);
                 Ok(RegionId { index, generation: slot.generation })
             }
             None => {
-                slots.push(Slot { generation: 1, entry: Some(region) });
+                slots.all.push(Slot { generation: 1, entry: Some(region) });
                 Ok(RegionId { index, generation: 1 })
             }
         }
@@ -87,6 +93,7 @@ impl<T> RegionTable<T> {
     pub fn deregister(&self, id: RegionId) -> Result<Arc<Region<T>>, TransferError> {
         let mut slots = self.write();
         let slot = slots
+            .all
             .get_mut(id.index as usize)
             .filter(|s| s.generation == id.generation)
             .ok_or_else(|| TransferError::stale(id))?;
@@ -100,7 +107,10 @@ impl<T> RegionTable<T> {
                 format!("region {} is used by {uses} plans in flight; quiesce it first", id.index),
             ));
         }
-        slot.generation = slot.generation.saturating_add(1);
+        if let Some(next) = slot.generation.checked_add(1) {
+            slot.generation = next;
+            slots.free.push(id.index);
+        }
         Ok(region)
     }
 
@@ -111,7 +121,7 @@ impl<T> RegionTable<T> {
 
     /// Number of registered regions.
     pub fn len(&self) -> usize {
-        self.view().slots.iter().filter(|s| s.entry.is_some()).count()
+        self.view().slots.all.iter().filter(|s| s.entry.is_some()).count()
     }
 
     /// True when nothing is registered.
@@ -119,7 +129,7 @@ impl<T> RegionTable<T> {
         self.len() == 0
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Vec<Slot<T>>> {
+    fn write(&self) -> RwLockWriteGuard<'_, Slots<T>> {
         self.slots.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -127,7 +137,7 @@ impl<T> RegionTable<T> {
 /// A consistent view of the table.
 #[derive(Debug)]
 pub struct RegionView<'a, T> {
-    slots: RwLockReadGuard<'a, Vec<Slot<T>>>,
+    slots: RwLockReadGuard<'a, Slots<T>>,
 }
 
 impl<T> RegionView<'_, T> {
@@ -155,6 +165,7 @@ impl<T> RegionView<'_, T> {
 
     fn region(&self, id: RegionId) -> Option<&Arc<Region<T>>> {
         self.slots
+            .all
             .get(id.index as usize)
             .filter(|s| s.generation == id.generation)
             .and_then(|s| s.entry.as_ref())

@@ -14,6 +14,9 @@ pub use conformance::conformance;
 pub use gate::GateEngine;
 pub use harness::{Harness, Runner};
 
+#[cfg(feature = "tcp")]
+pub use crate::tcp::parse::tcp_frames;
+
 use std::time::Duration;
 
 /// Longest time that anything in a test may take.

@@ -23,6 +23,7 @@ fn entry() {
     let (kind, argument) = mark.split_once(' ').unwrap();
     let mut obey: Box<dyn FnMut(&str)> = match kind {
         "shm" => Box::new(crate::shm::peer(argument)),
+        "tcp" => Box::new(crate::tcp::peer(argument)),
         other => panic!("no peer of kind {other}"),
     };
     say("ready");

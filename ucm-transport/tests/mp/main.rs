@@ -7,3 +7,4 @@ mod child;
 mod parent;
 mod pattern;
 mod shm;
+mod tcp;

@@ -1,0 +1,34 @@
+//! The tcp engine: memory of peers anywhere, over framed and authenticated connections.
+//!
+//! [`TcpEngine`] is the client's side, a transfer engine; [`TcpServer`] is the side that owns memory
+//! and asks a [`Serve`] where things lie. `docs/transport.md` has the wire format and says what
+//! "ended" means here.
+//!
+//! **Invariant:** a destination is written only under the receive lock of the lane that its exchange
+//! belongs to, by calls that do not block; an exchange that did not get its whole reply ends only
+//! after its lane was marked dead under that lock.
+
+mod auth;
+mod bell;
+mod breaker;
+mod client;
+mod handshake;
+mod inbuf;
+mod server;
+mod socket;
+mod sys;
+mod wire;
+
+pub use auth::Secret;
+pub use client::{PeerState, TcpEngine, TcpEngineBuilder, TcpPeer, TcpStats};
+pub use server::{
+    Exports, Pieces, Refusal, RefusalKind, Request, Serve, Served, Session, TcpServer,
+    TcpServerConfig, TcpServerStats,
+};
+pub use wire::PeerRange;
+
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod parse;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,9 @@
+//! The tcp engine against its real server, over loopback: the suite of all engines, and what only
+//! this engine has to keep.
+
+mod hostile;
+mod kit;
+mod lanes;
+mod late;
+mod serving;
+mod suite;
