@@ -116,16 +116,14 @@ pub(crate) mod futex {
 
 #[cfg(ucm_loom)]
 mod futex {
-    //! A futex in terms of loom's mutex and condition variable: a lost wake-up is a deadlock, which
-    //! loom reports.
+    //! A futex in terms of the checker's mutex and condition variable: a lost wake-up is a deadlock,
+    //! which it reports.
 
     #![expect(clippy::unwrap_used, reason = "nobody panics in a model that passes")]
 
     use std::time::Instant;
 
-    use loom::sync::{Condvar, Mutex};
-
-    use crate::sync::{AtomicU32, Ordering};
+    use crate::sync::{AtomicU32, Condvar, Mutex, Ordering};
 
     #[derive(Debug)]
     pub(crate) struct Lot {

@@ -2,10 +2,14 @@
 //!
 //! A bucket whose lock holder was stopped in mid-change cannot be changed by anybody else. What
 //! should be unlinked from it meanwhile stays with the member that wanted to, and is tried again
-//! whenever that member needs a slot or clears up after another.
+//! whenever that member needs a slot or clears up after another; and now and then by a thread that
+//! lives as long as something is left, so that a member at rest keeps nothing for ever.
 //!
 //! **Invariant:** a slot becomes free only after it was unlinked, so an entry never leads to a slot
 //! of another key.
+
+#[cfg(not(ucm_loom))]
+use std::{sync::Weak, thread, time::Duration};
 
 use crate::{
     bucket::Patience, failpoint::failpoint, member::MemberInner, slot::Phase, sync::Ordering,
@@ -24,7 +28,9 @@ impl MemberInner {
             failpoint!("giveback.free.after");
         } else {
             self.leftovers().push((pool, index));
-            self.leftover.fetch_add(1, Ordering::Relaxed);
+            self.leftover.fetch_add(1, Ordering::SeqCst);
+            #[cfg(not(ucm_loom))]
+            self.remind();
         }
         unlinked
     }
@@ -35,18 +41,59 @@ impl MemberInner {
         for (pool, index) in waiting {
             let done = self.give_back(pool, index, Patience::Brief);
             self.count(|c| &c.repairs, u64::from(done));
-            self.leftover.fetch_sub(1, Ordering::Relaxed);
+            self.leftover.fetch_sub(1, Ordering::SeqCst);
         }
         !self.has_leftovers()
     }
 
+    /// Sees to it that a thread tries again. Without one (the process has too many) it is left to
+    /// the next search for a slot.
+    #[cfg(not(ucm_loom))]
+    fn remind(&self) {
+        if self.reminded.swap(1, Ordering::SeqCst) != 0 {
+            return;
+        }
+        let me = self.me.clone();
+        let reminder = thread::Builder::new().name("ucm-leftovers".into());
+        if reminder.spawn(move || try_again_and_again(&me)).is_err() {
+            self.reminded.store(0, Ordering::SeqCst);
+        }
+    }
+
+    /// True when the reminder may end. Whoever adds a leftover does so before it looks whether there
+    /// is a reminder, so one of the two sees the other.
+    #[cfg(not(ucm_loom))]
+    fn is_reminder_done(&self) -> bool {
+        if !self.may_write() {
+            return true;
+        }
+        if !self.retry_leftovers() {
+            return false;
+        }
+        self.reminded.store(0, Ordering::SeqCst);
+        !self.has_leftovers() || self.reminded.swap(1, Ordering::SeqCst) != 0
+    }
+
     pub(crate) fn has_leftovers(&self) -> bool {
-        self.leftover.load(Ordering::Relaxed) != 0
+        self.leftover.load(Ordering::SeqCst) != 0
     }
 
     fn leftovers(&self) -> std::sync::MutexGuard<'_, Vec<(u8, u32)>> {
         // Nothing panics while the lock is held.
         self.leftovers.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Holds no member between two tries, so it never keeps one from leaving.
+#[cfg(not(ucm_loom))]
+fn try_again_and_again(member: &Weak<MemberInner>) {
+    let mut pause = Duration::from_millis(10);
+    loop {
+        thread::sleep(pause);
+        if member.upgrade().is_none_or(|member| member.is_reminder_done()) {
+            return;
+        }
+        pause = (pause * 2).min(Duration::from_secs(1));
     }
 }
 

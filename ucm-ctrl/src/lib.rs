@@ -60,8 +60,10 @@ pub mod sync;
 #[cfg(all(any(test, feature = "testing"), not(ucm_loom)))]
 pub mod testing;
 
-#[cfg(all(test, ucm_loom))]
+#[cfg(all(test, ucm_loom, not(ucm_shuttle)))]
 mod loom_tests;
+#[cfg(all(test, ucm_shuttle))]
+mod shuttle_tests;
 #[cfg(all(test, not(ucm_loom)))]
 mod tests;
 

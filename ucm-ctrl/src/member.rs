@@ -132,6 +132,11 @@ pub(crate) struct MemberInner {
     pub(crate) leftovers: std::sync::Mutex<Vec<(u8, u32)>>,
     /// How many these are.
     pub(crate) leftover: Counter,
+    /// 1 while a thread tries them again.
+    #[cfg(not(ucm_loom))]
+    pub(crate) reminded: Counter,
+    #[cfg(not(ucm_loom))]
+    pub(crate) me: std::sync::Weak<Self>,
     /// One reap at a time in a process.
     #[cfg(not(ucm_loom))]
     pub(crate) reaping: std::sync::Mutex<()>,
@@ -223,7 +228,7 @@ fn introduce(
     let joined = MemberWord::with(MemberState::Joined, 0, generation);
     record.word.store(joined.0, Ordering::SeqCst);
     failpoint!("join.joined.after");
-    let inner = MemberInner {
+    let inner = |#[cfg(not(ucm_loom))] me: &std::sync::Weak<MemberInner>| MemberInner {
         control: control.clone(),
         index,
         generation,
@@ -236,12 +241,20 @@ fn introduce(
         leftovers: std::sync::Mutex::default(),
         leftover: Counter::new(0),
         #[cfg(not(ucm_loom))]
+        reminded: Counter::new(0),
+        #[cfg(not(ucm_loom))]
+        me: me.clone(),
+        #[cfg(not(ucm_loom))]
         reaping: std::sync::Mutex::new(()),
         #[cfg(not(ucm_loom))]
         keeper: OnceLock::new(),
         guard: OnceLock::new(),
     };
-    Member { inner: Arc::new(inner) }
+    #[cfg(not(ucm_loom))]
+    let inner = Arc::new_cyclic(inner);
+    #[cfg(ucm_loom)]
+    let inner = Arc::new(inner());
+    Member { inner }
 }
 
 impl Member {

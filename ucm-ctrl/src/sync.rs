@@ -1,6 +1,7 @@
-//! The atomics shim: std normally, loom under `--cfg ucm_loom`.
+//! The atomics shim: std normally, loom under `--cfg ucm_loom`, shuttle when `--cfg ucm_shuttle` is
+//! given as well.
 //!
-//! **Invariant:** no other module of the crate names an atomic type of std or loom directly.
+//! **Invariant:** no other module of the crate names an atomic type of std or a checker directly.
 
 #[cfg(not(ucm_loom))]
 mod imp {
@@ -25,13 +26,35 @@ mod imp {
     }
 }
 
-#[cfg(ucm_loom)]
+#[cfg(all(ucm_loom, ucm_shuttle))]
+mod imp {
+    pub use shuttle::sync::Arc;
+    pub use shuttle::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+    pub(crate) use shuttle::sync::{Condvar, Mutex};
+
+    /// Models have no use for padding.
+    pub(crate) type Pad<const WORDS: usize> = [(); WORDS];
+
+    /// All accesses are sequentially consistent here.
+    pub(crate) fn seqcst_point() {}
+
+    pub(crate) fn spin_hint() {
+        shuttle::thread::yield_now();
+    }
+
+    pub(crate) fn yield_now() {
+        shuttle::thread::yield_now();
+    }
+}
+
+#[cfg(all(ucm_loom, not(ucm_shuttle)))]
 mod imp {
     use std::ops::Deref;
 
     pub use loom::sync::Arc;
     pub use loom::sync::atomic::Ordering;
     use loom::sync::atomic::{AtomicU32 as Inner32, AtomicU64 as Inner64};
+    pub(crate) use loom::sync::{Condvar, Mutex};
 
     /// Atomics whose decisive loads are read-modify-writes that change nothing. loom's partial order
     /// reduction remembers only the last access to an object: in "load, then compare-and-swap", the
@@ -102,6 +125,8 @@ mod imp {
 pub use imp::{Arc, AtomicU32, AtomicU64, Ordering};
 /// An event count: decides nothing, so a model need not explore it.
 pub(crate) type Counter = std::sync::atomic::AtomicU64;
+#[cfg(ucm_loom)]
+pub(crate) use imp::{Condvar, Mutex};
 pub(crate) use imp::{Pad, seqcst_point, spin_hint, yield_now};
 
 /// A tenth of a second: longer than a busy machine keeps a runnable process from the processor. Who

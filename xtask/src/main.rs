@@ -50,6 +50,8 @@ enum Command {
     Tidy(tidy::Args),
     /// Run the loom models of ucm-ctrl
     Loom(loom::Args),
+    /// Hold random histories of ucm-ctrl against a sequential model
+    Shuttle(loom::ShuttleArgs),
     /// Build and lint every feature alone, in pairs where few, and all together
     Features(features::Args),
     /// Run the standard benchmarks, or compare two runs
@@ -69,6 +71,7 @@ fn main() -> ExitCode {
         Command::Ci(args) => ci::run(args, &workspace),
         Command::Tidy(args) => tidy::run(args, &workspace),
         Command::Loom(args) => loom::run(args, &workspace),
+        Command::Shuttle(args) => loom::run_shuttle(args, &workspace),
         Command::Features(args) => features::run(args, &workspace),
         Command::Bench(args) => bench::run(args, &workspace),
         Command::Crash(args) => crash::run(args),

@@ -40,6 +40,14 @@ impl Dead {
     }
 }
 
+fn until(condition: impl Fn() -> bool) {
+    let begun = std::time::Instant::now();
+    while !condition() {
+        assert!(begun.elapsed() < std::time::Duration::from_secs(30));
+        thread::yield_now();
+    }
+}
+
 fn slot(control: &Control, index: u32) -> &Slot {
     &tables(control).slots[index as usize]
 }
@@ -482,6 +490,39 @@ fn w6_a_lock_of_a_stopped_member_stops_nobody() {
     drop(held);
     assert_eq!(load(&pool, &key(2)), slot, "unlinked when a slot was needed");
     assert_at_rest(&control);
+}
+
+/// A member that does nothing more gives back what it could not unlink, and can leave meanwhile.
+/// Mutants: no reminder; a reminder that keeps the member; one that ends after the first failure.
+#[test]
+fn w6_a_member_at_rest_keeps_no_leftovers() {
+    for leaves in [false, true] {
+        let control = narrow(geometry(2, 0, 1), 0);
+        let stopped = rank(&control).pool(PoolId(0)).unwrap();
+        let resting = rank(&control);
+        let (seat, pool) = (resting.id(), resting.pool(PoolId(0)).unwrap());
+        let drained = own(&pool, &key(2));
+        let (token, slot) = (drained.start_io(), drained.slot().0);
+        let hashed = pool.raw(&key(2)).hashed;
+        let held = tables(&control).lock(&stopped.member, hashed, Patience::Brief);
+        drained.abandon_draining(FailKind::Io);
+        drop(token);
+        // Longer than the reminder's first pauses.
+        thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(phase(&control, slot), Phase::Draining);
+        if leaves {
+            let weak = resting.downgrade();
+            drop((pool, resting));
+            until(|| weak.upgrade().is_none());
+        }
+        drop(held);
+        if leaves {
+            // The next joiner's work.
+            assert!(rank(&control).reap(seat, None).done);
+        }
+        until(|| phase(&control, slot) == Phase::Free);
+        assert_at_rest(&control);
+    }
 }
 
 #[test]

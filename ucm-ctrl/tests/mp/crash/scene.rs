@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Signal, WaitOptions, waitpid};
+use rustix::process::{Pid, Signal, WaitOptions, waitpid};
 use ucm_ctrl::{Acquired, Control, Geometry, Key, Member, MemberId, MemberState, Pool, Statistics};
 
 use super::CROWDED;
@@ -31,6 +31,7 @@ pub(crate) struct Scene {
     memory_fd: Shared,
     memory: Memory,
     others: Vec<Busy>,
+    paused: bool,
     seed: u64,
     pub(crate) slowest_progress: Duration,
     pub(crate) slowest_reap: Duration,
@@ -87,6 +88,7 @@ impl Scene {
             pool,
             memory,
             others: Vec::new(),
+            paused: false,
             seed,
             slowest_progress: Duration::ZERO,
             slowest_reap: Duration::ZERO,
@@ -343,13 +345,29 @@ impl Scene {
         self.slowest_progress = self.slowest_progress.max(begun.elapsed());
     }
 
-    /// Members other than the parent and the three.
-    fn strangers(&self) -> Vec<(MemberId, u32, MemberState)> {
-        let known = |index| {
-            index == self.member.id().0 || self.others.iter().any(|busy| busy.index() == index)
+    /// Members of other processes than the parent and the three, who have guests now and then.
+    fn strangers(&mut self) -> Vec<(MemberId, u32, MemberState)> {
+        let mut strangers = self.perhaps_strangers();
+        let joining = |(_, _, state): &(_, _, MemberState)| *state == MemberState::Joining;
+        if !self.paused && strangers.iter().any(joining) {
+            // A guest that has not said yet who it is has done so after its host's next step.
+            self.others_go_on("join");
+            let now = self.perhaps_strangers();
+            strangers.retain(|stranger| now.contains(stranger));
+        }
+        strangers
+    }
+
+    fn perhaps_strangers(&self) -> Vec<(MemberId, u32, MemberState)> {
+        let of_the_living = |pid| {
+            let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+            pid == Some(rustix::process::getpid())
+                || self.others.iter().any(|busy| pid == Some(busy.process.pid()))
         };
         let members = self.control.inspect_members();
-        let strangers = members.iter().filter(|m| !known(m.index));
+        let strangers = members
+            .iter()
+            .filter(|member| member.state == MemberState::Joining || !of_the_living(member.pid));
         strangers.map(|m| (MemberId(m.index), m.generation, m.state)).collect()
     }
 
@@ -364,11 +382,13 @@ impl Scene {
     }
 
     fn pause(&mut self) {
+        self.paused = true;
         self.others.iter_mut().for_each(|busy| busy.process.tell("pause"));
         self.others.iter_mut().for_each(|busy| busy.process.expect("paused"));
     }
 
     fn resume(&mut self) {
+        self.paused = false;
         self.others.iter_mut().for_each(|busy| busy.process.tell("resume"));
     }
 
