@@ -29,6 +29,8 @@
 //! ```
 
 mod check;
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+mod device;
 mod engine;
 mod error;
 mod host;
@@ -45,6 +47,12 @@ mod tcp;
 pub mod testing;
 
 pub use check::SourceCheck;
+#[cfg(any(feature = "cuda", feature = "rocm"))]
+pub use device::{
+    DeviceAbsent, DeviceCounters, DeviceEngine, DeviceEngineBuilder, DmaBuf, EndNotice, Gpu,
+    GpuAbilities, GpuFamily, GpuInfo, GpuPinner, KernelUse, PinPolicy, Producer, SharedMemory,
+    SwitchPoint,
+};
 pub use engine::{Capabilities, Completion, Quiesce, Ticket, TransferEngine};
 pub use error::{ErrorKind, Rejected, TransferError};
 pub use host::{HostEngine, HostEngineBuilder};

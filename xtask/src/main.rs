@@ -12,6 +12,7 @@ mod crash;
 mod demo;
 mod features;
 mod fuzz;
+mod hw;
 mod loom;
 mod shell;
 mod summary;
@@ -60,6 +61,8 @@ enum Command {
     Crash(crash::Args),
     /// Run the fuzz targets (needs cargo-fuzz and a nightly toolchain)
     Fuzz(fuzz::Args),
+    /// Run the tests that want a real device: cuda or rocm
+    Hw(hw::Args),
     /// Run the demo: rank processes sharing one cache
     Demo(demo::Args),
 }
@@ -76,6 +79,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(args, &workspace),
         Command::Crash(args) => crash::run(args),
         Command::Fuzz(args) => fuzz::run(args, &workspace),
+        Command::Hw(args) => hw::run(args),
         Command::Demo(args) => demo::run(args, &workspace),
     });
     match done {

@@ -14,6 +14,8 @@ use crate::{
 
 /// nextest writes below the workspace root, wherever the target folder is.
 const JUNIT: &str = "target/nextest/default/junit.xml";
+/// Tests that want features which an ordinary build does not have: package, features, test target.
+const WITH_FEATURES: [(&str, &str, &str); 1] = [("ucm-transport", "cuda,rocm,testing", "gpu")];
 const CLOSING_LINE: &str = "xtask/tests.txt";
 
 /// Options of `cargo xtask test`.
@@ -46,6 +48,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
         say("cargo-nextest is not in use: cargo test runs the tests");
         with_libtest(args, &mut summary)?
     };
+    let good = with_features(args, workspace, nextest, &mut summary)? && good;
     let docs_good = args.no_doc || doctests(args, workspace, &mut summary)?;
     if !(good && docs_good) {
         summary.broken_run();
@@ -71,6 +74,15 @@ fn with_nextest(
     workspace: &Workspace,
     summary: &mut Summary,
 ) -> Result<bool, Failure> {
+    nextest_run(args, &selection(args), workspace, summary)
+}
+
+fn nextest_run(
+    args: &Args,
+    selection: &[String],
+    workspace: &Workspace,
+    summary: &mut Summary,
+) -> Result<bool, Failure> {
     let junit = workspace.root().join(JUNIT);
     match fs::remove_file(&junit) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -79,7 +91,7 @@ fn with_nextest(
         _ => {}
     }
     let good = Shell::cargo(&["nextest", "run", "--no-fail-fast", "--no-tests", "pass"])
-        .args(&selection(args))
+        .args(selection)
         .args(&args.filters)
         .args(&args.rest)
         .status()?;
@@ -92,10 +104,39 @@ fn with_nextest(
     Ok(good)
 }
 
+/// The tests of [`WITH_FEATURES`], as far as their packages are chosen.
+fn with_features(
+    args: &Args,
+    workspace: &Workspace,
+    nextest: bool,
+    summary: &mut Summary,
+) -> Result<bool, Failure> {
+    let mut good = true;
+    for (package, features, target) in WITH_FEATURES {
+        if !args.packages.is_empty() && !args.packages.iter().any(|chosen| chosen == package) {
+            continue;
+        }
+        let wanted = ["-p", package, "--features", features, "--test", target];
+        let wanted: Vec<String> = wanted.map(str::to_owned).to_vec();
+        good &= if nextest {
+            nextest_run(args, &wanted, workspace, summary)?
+        } else {
+            libtest_run(args, &wanted, summary)?
+        };
+    }
+    Ok(good)
+}
+
 fn with_libtest(args: &Args, summary: &mut Summary) -> Result<bool, Failure> {
+    let mut wanted = selection(args);
+    wanted.push("--all-targets".to_owned());
+    libtest_run(args, &wanted, summary)
+}
+
+fn libtest_run(args: &Args, selection: &[String], summary: &mut Summary) -> Result<bool, Failure> {
     let mut reader = LibtestReader::default();
-    let good = Shell::cargo(&["test", "--no-fail-fast", "--all-targets"])
-        .args(&selection(args))
+    let good = Shell::cargo(&["test", "--no-fail-fast"])
+        .args(selection)
         .args(&["--", "--show-output"])
         .args(&args.filters)
         .args(&args.rest)

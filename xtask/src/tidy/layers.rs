@@ -12,7 +12,9 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ucm-failpoint", &[]),
     ("ucm-ctrl", &["ucm-failpoint"]),
     ("ucm-data", &["ucm-failpoint"]),
-    ("ucm-transport", &["ucm-data"]),
+    ("ucm-fake-gpu", &[]),
+    // The fake driver for tests only.
+    ("ucm-transport", &["ucm-data", "ucm-fake-gpu"]),
     ("ucm-store", &[]),
     ("ucm-queue", &["ucm-failpoint", "ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store"]),
     ("ucm-remote", &["ucm-data", "ucm-transport", "ucm-store"]),

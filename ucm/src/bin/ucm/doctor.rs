@@ -2,6 +2,7 @@
 //!
 //! **Invariant:** every finding names its evidence; nothing on the machine is changed.
 
+mod devices;
 mod probes;
 
 use std::process::ExitCode;

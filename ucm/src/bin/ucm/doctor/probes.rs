@@ -7,7 +7,7 @@ use std::{fs, os::unix::fs::MetadataExt, path::Path};
 use rustix::process::{Resource, getrlimit};
 use ucm::{BackendKind, Config, Pages};
 
-use super::{Finding, Verdict};
+use super::{Finding, Verdict, devices};
 
 pub(crate) fn all(config: &Config) -> Vec<Finding> {
     vec![
@@ -22,12 +22,8 @@ pub(crate) fn all(config: &Config) -> Vec<Finding> {
         numa(),
         io_uring(),
         rdma(),
-        library("CUDA driver", &["libcuda.so.1"], "the cuda engine"),
-        library(
-            "HIP runtime",
-            &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5"],
-            "the rocm engine",
-        ),
+        devices::cuda(),
+        devices::rocm(),
     ]
 }
 
@@ -353,32 +349,6 @@ fn rdma() -> Finding {
         verdict: Verdict::Absent,
         seen: if devices.is_empty() { "none".into() } else { devices.join(", ") },
         used: "not used yet".into(),
-        remedy: String::new(),
-    }
-}
-
-fn library(what: &'static str, names: &[&str], purpose: &str) -> Finding {
-    let dirs = [
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-        "/usr/local/cuda/lib64",
-        "/opt/rocm/lib",
-    ];
-    let extra = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
-    let found =
-        dirs.iter().copied().chain(extra.split(':').filter(|dir| !dir.is_empty())).find_map(
-            |dir| names.iter().map(|name| Path::new(dir).join(name)).find(|path| path.exists()),
-        );
-    Finding {
-        what,
-        verdict: Verdict::Absent,
-        seen: found.map_or_else(
-            || format!("{} not found", names.join(", ")),
-            |path| path.display().to_string(),
-        ),
-        used: format!("not used yet; needed for {purpose} only"),
         remedy: String::new(),
     }
 }
