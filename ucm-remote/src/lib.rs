@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod core;
 mod directory;
 mod medium;
 mod object;
