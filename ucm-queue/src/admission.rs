@@ -16,6 +16,8 @@ pub(crate) struct Admission {
     tasks: Count,
     shards: Count,
     load_bytes: Count,
+    dump_tasks: Count,
+    dump_shards: Count,
     dump_bytes: Count,
 }
 
@@ -29,16 +31,18 @@ impl Admission {
             tasks: Count::default(),
             shards: Count::default(),
             load_bytes: Count::default(),
+            dump_tasks: Count::default(),
+            dump_shards: Count::default(),
             dump_bytes: Count::default(),
         })
     }
 
-    /// A share for one load task of `shards` shards and `bytes` bytes.
+    /// A share for one load task that counts as `shards` shards, of `bytes` bytes.
     pub(crate) fn load(self: &Arc<Self>, shards: u64, bytes: u64) -> Result<Share, QueueError> {
         fits("shards", shards, self.max_shards)?;
         take("tasks", &self.tasks, 1, self.max_tasks)?;
-        let mut share =
-            Share { of: Arc::clone(self), tasks: 1, shards: 0, load_bytes: 0, dump_bytes: 0 };
+        let mut share = Share::of(self);
+        share.tasks = 1;
         take("shards", &self.shards, shards, self.max_shards)?;
         share.shards = shards;
         self.load_bytes.add(bytes);
@@ -46,22 +50,29 @@ impl Admission {
         Ok(share)
     }
 
-    /// One share per shard of a dump task, `total` bytes together.
+    /// A share for one dump task, and one for each of its shards; `total` bytes together.
     pub(crate) fn dump(
         self: &Arc<Self>,
-        lens: impl Iterator<Item = u64>,
+        lens: impl ExactSizeIterator<Item = u64>,
         total: u64,
-    ) -> Result<Vec<Share>, QueueError> {
+    ) -> Result<(Share, Vec<Share>), QueueError> {
+        let shards = lens.len() as u64;
+        fits("dump shards", shards, self.max_shards)?;
         fits("dump bytes", total, self.max_dump_bytes)?;
+        take("dump tasks", &self.dump_tasks, 1, self.max_tasks)?;
+        // Holds what is taken so far; given back if the rest cannot be had.
+        let mut task = Share::of(self);
+        task.dump_tasks = 1;
+        take("dump shards", &self.dump_shards, shards, self.max_shards)?;
+        task.dump_shards = shards;
         take("dump bytes", &self.dump_bytes, total, self.max_dump_bytes)?;
-        let share = |dump_bytes| Share {
-            of: Arc::clone(self),
-            tasks: 0,
-            shards: 0,
-            load_bytes: 0,
-            dump_bytes,
+        task.dump_shards = 0;
+        let shard = |dump_bytes| {
+            let mut share = Share::of(self);
+            (share.dump_shards, share.dump_bytes) = (1, dump_bytes);
+            share
         };
-        Ok(lens.map(share).collect())
+        Ok((task, lens.map(shard).collect()))
     }
 
     /// Bytes of load tasks admitted and not yet ended.
@@ -82,7 +93,25 @@ pub(crate) struct Share {
     tasks: u64,
     shards: u64,
     load_bytes: u64,
+    dump_tasks: u64,
+    dump_shards: u64,
     dump_bytes: u64,
+}
+
+impl Share {
+    /// Nothing yet.
+    fn of(of: &Arc<Admission>) -> Self {
+        let of = Arc::clone(of);
+        Self {
+            of,
+            tasks: 0,
+            shards: 0,
+            load_bytes: 0,
+            dump_tasks: 0,
+            dump_shards: 0,
+            dump_bytes: 0,
+        }
+    }
 }
 
 impl Drop for Share {
@@ -90,6 +119,8 @@ impl Drop for Share {
         self.of.tasks.sub(self.tasks);
         self.of.shards.sub(self.shards);
         self.of.load_bytes.sub(self.load_bytes);
+        self.of.dump_tasks.sub(self.dump_tasks);
+        self.of.dump_shards.sub(self.dump_shards);
         self.of.dump_bytes.sub(self.dump_bytes);
     }
 }

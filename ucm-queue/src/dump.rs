@@ -210,6 +210,7 @@ pub(crate) struct DumpItem {
     /// Set while the item may keep a slot of the cache.
     pub(crate) slot: Option<SlotShare>,
     share: Share,
+    task: Arc<Share>,
     pub(crate) promise: KeyPromise,
 }
 
@@ -241,8 +242,8 @@ impl Drop for SlotShare {
 impl DumpItem {
     /// Ends what is open of the key, and gives its share of the limits back before.
     pub(crate) fn end(self, cached: DumpResult, durable: DumpResult) {
-        let Self { promise, slot, share, .. } = self;
-        drop((slot, share));
+        let Self { promise, slot, share, task, .. } = self;
+        drop((slot, share, task));
         promise.end(Some(cached), Some(durable));
     }
 }
@@ -254,6 +255,8 @@ pub(crate) struct PreparedDump {
     /// Whether it must wait for its producer.
     pub(crate) gated: bool,
     pub(crate) ballot: Option<Ballot>,
+    /// What the task takes of the limits, beside its items' shares.
+    pub(crate) share: Arc<Share>,
 }
 
 impl DumpTask {
@@ -299,7 +302,8 @@ impl DumpTask {
             extents.push((shard.src, len));
         }
         regions.check(extents.iter().copied())?;
-        let shares = admission.dump(extents.iter().map(|(_, len)| *len), total)?;
+        let (task, shares) = admission.dump(extents.iter().map(|(_, len)| *len), total)?;
+        let task = Arc::new(task);
         let open = self.shards.len();
         let shared = Arc::new(Shared {
             state: Mutex::new(State {
@@ -323,6 +327,7 @@ impl DumpTask {
                 promise: KeyPromise { shared: Arc::clone(&shared), index },
                 slot: None,
                 share,
+                task: Arc::clone(&task),
             })
             .collect();
         let ballot = self.group.map(|group| {
@@ -334,6 +339,9 @@ impl DumpTask {
             Ballot::new(group, Box::new(decided))
         });
         let gated = self.after.is_some();
-        Ok((Box::new(PreparedDump { id, items, gated, ballot }), DumpHandle { shared }))
+        Ok((
+            Box::new(PreparedDump { id, items, gated, ballot, share: task }),
+            DumpHandle { shared },
+        ))
     }
 }

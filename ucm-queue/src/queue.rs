@@ -122,8 +122,9 @@ impl Builder {
         self
     }
 
-    /// Most load tasks, and shards of them, that may be admitted and not ended; 4,096 and 2²⁰ by
-    /// default.
+    /// Most tasks, and shards of them, that may be admitted and not ended; 4,096 and 2²⁰ by default.
+    /// A request without shards counts as one. Loads and dumps are counted apart, up to the same
+    /// limits.
     pub fn max_admitted(mut self, tasks: u64, shards: u64) -> Self {
         self.max_tasks = tasks;
         self.max_shards = shards;
@@ -505,7 +506,7 @@ impl Shared {
                 }
             }
         }
-        let share = self.admission.load(task.shards(), bytes)?;
+        let share = self.admission.load(task.weight(), bytes)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let inbox = self.inbox.clone();
         let (prepared, mut handle) =

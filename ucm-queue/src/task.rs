@@ -172,9 +172,9 @@ pub(crate) struct Prepared {
 }
 
 impl Task {
-    /// Shards of all requests.
-    pub(crate) fn shards(&self) -> u64 {
-        self.requests.iter().map(|request| request.shards.len() as u64).sum()
+    /// What admission counts: the shards of all requests, one at least for each.
+    pub(crate) fn weight(&self) -> u64 {
+        self.requests.iter().map(|request| request.shards.len().max(1) as u64).sum()
     }
 
     /// Bytes up to the end of each request, shards of several requests counted in each.
@@ -197,7 +197,7 @@ impl Task {
         share: Share,
         inbox: Arc<Inbox>,
     ) -> Result<(Box<Prepared>, TaskHandle), QueueError> {
-        let count = u32::try_from(self.shards()).map_err(|_| too_many(self.shards()))?;
+        let count = u32::try_from(self.weight()).map_err(|_| too_many(self.weight()))?;
         let mut built = Builder::new(count as usize);
         for (index, request) in (0_u32..).zip(&self.requests) {
             built.request(index, request, now, bounds)?;

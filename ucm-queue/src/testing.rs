@@ -111,6 +111,12 @@ impl SimQueue {
         self.core.is_idle() && self.shared.inbox.is_empty()
     }
 
+    /// Deadlines that the core keeps, of ended requests too.
+    #[must_use]
+    pub fn deadlines(&self) -> usize {
+        self.core.deadlines()
+    }
+
     /// What the queue has done and holds.
     #[must_use]
     pub fn stats(&self) -> QueueStats {

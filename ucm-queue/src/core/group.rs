@@ -3,9 +3,11 @@
 //! **Invariant:** a shard of a group is published only after the group's decision to commit, and the
 //! vote for it is cast only when all its shards are held.
 
+use std::sync::Arc;
+
 use ucm_ctrl::{FailKind, Fill, IoToken, Pin};
 
-use crate::{dump::DumpItem, group::Ballot};
+use crate::{admission::Share, dump::DumpItem, group::Ballot};
 
 use super::{Core, stage::Room};
 
@@ -23,12 +25,15 @@ pub(super) struct Group {
     open: usize,
     failed: bool,
     held: Vec<Held>,
+    /// The group is bounded by it even if it has no shards.
+    share: Arc<Share>,
 }
 
 impl Core {
     /// Begins to hold back the `shards` shards of a dump task.
-    pub(super) fn open_group(&mut self, id: u64, shards: usize, ballot: Ballot) {
-        let group = Group { ballot: Some(ballot), open: shards, failed: false, held: Vec::new() };
+    pub(super) fn open_group(&mut self, id: u64, shards: usize, ballot: Ballot, share: Arc<Share>) {
+        let (ballot, open, failed, held) = (Some(ballot), shards, false, Vec::new());
+        let group = Group { ballot, open, failed, held, share };
         self.groups.insert(id, group);
         self.vote_if_complete(id);
     }
@@ -64,6 +69,8 @@ impl Core {
     pub(super) fn decided(&mut self, id: u64, commit: bool) {
         let Some(group) = self.groups.remove(&id) else { return };
         self.freed = true;
+        // Back before the last shard's end is told.
+        drop(group.share);
         let metrics = &self.parts.metrics;
         if commit {
             metrics.groups_committed.add(1)

@@ -3,12 +3,13 @@
 //! **Invariant:** a unit ends once and is counted once in each of its requests; a request ends when
 //! its last unit has, or earlier by deadline or cancellation, and then keeps its outcome.
 
-use std::{cmp::Reverse, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use ucm_ctrl::FailKind;
 
 use crate::{
     Outcome,
+    hash::Map,
     task::{Prepared, UnitState},
 };
 
@@ -60,7 +61,7 @@ impl Core {
         });
         for (index, request) in (0_u32..).zip(&task.prepared.reqs) {
             if let Some(at) = request.deadline {
-                self.deadlines.push(Reverse((at, id, index)));
+                self.deadlines.push(at, id, index);
             }
         }
         let empty: Vec<u32> = (0_u32..)
@@ -163,7 +164,7 @@ impl Core {
     }
 
     /// Ends a request, unless it has ended already.
-    fn end_request(&self, task: &mut LoadTask, index: u32, outcome: Outcome) {
+    fn end_request(&mut self, task: &mut LoadTask, index: u32, outcome: Outcome) {
         let Some(request) = task.prepared.reqs.get_mut(index as usize) else { return };
         if !std::mem::replace(&mut request.ended, true) {
             self.tell(task, index, outcome);
@@ -171,8 +172,11 @@ impl Core {
     }
 
     /// Tells the caller about the end of a request that is marked as ended.
-    fn tell(&self, task: &mut LoadTask, index: u32, outcome: Outcome) {
+    fn tell(&mut self, task: &mut LoadTask, index: u32, outcome: Outcome) {
         task.open_requests -= 1;
+        if task.prepared.reqs.get(index as usize).is_some_and(|req| req.deadline.is_some()) {
+            self.deadlines.ended();
+        }
         let metrics = &self.parts.metrics;
         match outcome {
             Outcome::Loaded => metrics.loaded.add(1),
@@ -217,31 +221,20 @@ impl Core {
     /// Ends the requests whose time is over.
     pub(super) fn expire(&mut self) {
         let mut over = Vec::new();
-        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied()
-            && at <= self.now
-        {
-            self.deadlines.pop();
-            over.push((id, request));
+        while let Some(due) = self.deadlines.pop_due(self.now) {
+            over.push(due);
         }
         if !over.is_empty() {
             self.step();
             self.end_early(&over, Early::Deadline);
         }
+        let Self { deadlines, tasks, .. } = self;
+        deadlines.compact(|id, request| is_open(tasks, id, request));
     }
 
     pub(super) fn next_deadline(&mut self) -> Option<Instant> {
-        while let Some(Reverse((at, id, request))) = self.deadlines.peek().copied() {
-            let open = self
-                .tasks
-                .get(&id)
-                .and_then(|task| task.prepared.reqs.get(request as usize))
-                .is_some_and(|request| !request.ended);
-            if open {
-                return Some(at);
-            }
-            self.deadlines.pop();
-        }
-        None
+        let Self { deadlines, tasks, .. } = self;
+        deadlines.first(|id, request| is_open(tasks, id, request))
     }
 
     /// Ends requests before their units. What only they held is released before they hear of it.
@@ -319,6 +312,12 @@ impl Core {
         }
         self.keep(id, task);
     }
+}
+
+fn is_open(tasks: &Map<u64, Box<LoadTask>>, id: u64, request: u32) -> bool {
+    let task = tasks.get(&id);
+    let request = task.and_then(|task| task.prepared.reqs.get(request as usize));
+    request.is_some_and(|request| !request.ended)
 }
 
 impl LoadTask {

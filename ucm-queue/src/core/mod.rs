@@ -7,6 +7,7 @@
 //! travels with that IO and is dropped only when it has ended; ending a request never does that.
 
 pub(crate) mod copy;
+mod deadlines;
 mod dispatch;
 mod flight;
 mod group;
@@ -16,8 +17,7 @@ mod store;
 mod wait;
 
 use std::{
-    cmp::Reverse,
-    collections::{BinaryHeap, VecDeque},
+    collections::VecDeque,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -39,6 +39,7 @@ use crate::{
 
 use self::{
     copy::Copier,
+    deadlines::Deadlines,
     dispatch::Scan,
     flight::Flight,
     group::Group,
@@ -111,7 +112,7 @@ pub(crate) struct Core {
     in_flight: usize,
     /// Whether something was given back since `dispatch` looked.
     freed: bool,
-    deadlines: BinaryHeap<Reverse<(Instant, u64, u32)>>,
+    deadlines: Deadlines,
     scan: Scan,
     waits: Vec<Wait>,
     flights: Map<u64, Flight>,
@@ -184,7 +185,7 @@ impl Core {
             followers: Map::default(),
             in_flight: 0,
             freed: false,
-            deadlines: BinaryHeap::new(),
+            deadlines: Deadlines::default(),
             scan: Scan::new(now),
             waits: Vec::new(),
             flights: Map::default(),
@@ -296,6 +297,12 @@ impl Core {
             self.dumps.len(),
             self.durables.len(),
         )
+    }
+
+    /// Deadlines kept, those of ended requests too.
+    #[cfg(feature = "testing")]
+    pub(crate) fn deadlines(&self) -> usize {
+        self.deadlines.len()
     }
 
     /// Whether the core was told to end everything.

@@ -35,9 +35,9 @@ enum Bytes {
 impl Core {
     /// A dump whose producer has finished.
     pub(super) fn begin_dump(&mut self, prepared: PreparedDump) {
-        let PreparedDump { id, items, ballot, .. } = prepared;
+        let PreparedDump { id, items, ballot, share, .. } = prepared;
         if let Some(ballot) = ballot {
-            self.open_group(id, items.len(), ballot);
+            self.open_group(id, items.len(), ballot, share);
         }
         self.dumps.extend(items);
     }

@@ -4,6 +4,7 @@
 
 mod support;
 
+mod bounded;
 mod cancel;
 mod crash;
 mod dump;
