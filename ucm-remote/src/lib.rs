@@ -2,8 +2,8 @@
 //!
 //! Peers own memory and keep *objects* in it (a block's bytes as one addressable thing, on pages of
 //! one size); a directory says who might have which object; a client puts, gets, and gets ranges.
-//! This version has the types and the traits; implementations follow. What stands here is what they
-//! must agree on:
+//! This version has the types and the traits, the decisions without IO ([`core`]) and a medium on host
+//! memory ([`PagedMedium`]); peers, directories and the client follow. What they must agree on:
 //!
 //! * [`Medium`] is the only allocation authority over its memory. An object becomes readable by its
 //!   commit, never before, and leaves only when no lease protects it.
@@ -26,6 +26,7 @@ mod directory;
 mod medium;
 mod object;
 mod outcome;
+mod paged;
 mod peer;
 mod pool;
 
@@ -33,6 +34,7 @@ pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record,
 pub use medium::{Medium, MediumUsage, PageList, Pending, Stored};
 pub use object::{ByteRange, Generation, ObjectKey, PeerId, RangeError, check_ranges};
 pub use outcome::{GetOutcome, PutOutcome, RemoveOutcome};
+pub use paged::{PagedError, PagedLimits, PagedMedium, Segment};
 pub use peer::{Peer, PeerLimits, Resolution, Session};
 pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
 pub use ucm_data::Token;

@@ -98,7 +98,7 @@ fn emit_may_stop_the_walk() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(20_000))]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(20_000) })]
 
     /// Against a map from each byte of the object to its place. (10⁵ cases: five ranges each.)
     #[test]
