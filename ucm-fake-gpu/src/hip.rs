@@ -125,8 +125,9 @@ pub unsafe extern "C" fn hipMemcpyBatchAsync(
     on: Handle,
 ) -> i32 {
     let wanted = control::call("hipMemcpyBatchAsync");
-    if attribute_count == 0 {
-        return control::answer(Err(crate::INVALID_VALUE));
+    if attribute_count != 0 {
+        // As versions that take no attributes do.
+        return control::answer(Err(crate::NOT_SUPPORTED));
     }
     let end = if wanted.is_err() { count / 2 } else { count };
     for at in 0..end {

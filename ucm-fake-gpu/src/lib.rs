@@ -42,6 +42,7 @@ const NOT_READY: i32 = 600;
 const PEER_ALREADY_ENABLED: i32 = 704;
 const ALREADY_PINNED: i32 = 712;
 const NOT_PINNED: i32 = 713;
+const NOT_SUPPORTED: i32 = 801;
 
 /// Exports C functions: each is counted, and fails when the test wants it. `release` functions do
 /// their work even then, as the drivers do.

@@ -80,6 +80,27 @@ pub enum DeviceAbsent {
 }
 
 impl DeviceAbsent {
+    /// What was found.
+    #[must_use]
+    pub fn reason(&self) -> String {
+        match self {
+            Self::NoLibrary { family, said } => format!("no {}: {said}", family.driver()),
+            Self::MissingSymbols { family, names } => {
+                format!("the {} lacks {}", family.driver(), names.join(", "))
+            }
+            Self::TooOld { family, found, needed } => {
+                format!("the {} has version {found}, {needed} or newer is needed", family.driver())
+            }
+            Self::NoDevice { family, devices, code: 0 } => {
+                format!("the {} shows {devices} devices", family.driver())
+            }
+            Self::NoDevice { family, devices, code } => {
+                format!("the {} shows {devices} devices (answer {code})", family.driver())
+            }
+            Self::Refused { family, said } => format!("the {} refuses: {said}", family.driver()),
+        }
+    }
+
     /// What to do.
     #[must_use]
     pub fn remedy(&self) -> String {
@@ -112,23 +133,7 @@ impl DeviceAbsent {
 
 impl fmt::Display for DeviceAbsent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NoLibrary { family, said } => write!(f, "no {}: {said}", family.driver()),
-            Self::MissingSymbols { family, names } => {
-                write!(f, "the {} lacks {}", family.driver(), names.join(", "))
-            }
-            Self::TooOld { family, found, needed } => write!(
-                f,
-                "the {} has version {found}, {needed} or newer is needed",
-                family.driver()
-            ),
-            Self::NoDevice { family, devices, code } => {
-                write!(f, "the {} shows {devices} devices", family.driver())?;
-                if *code != 0 { write!(f, " (answer {code})") } else { Ok(()) }
-            }
-            Self::Refused { family, said } => write!(f, "the {} refuses: {said}", family.driver()),
-        }?;
-        write!(f, "; {}", self.remedy())
+        write!(f, "{}; {}", self.reason(), self.remedy())
     }
 }
 

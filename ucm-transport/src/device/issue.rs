@@ -45,7 +45,7 @@ pub(super) fn issue(
         let done = if by_kernel(shared, run, ops.len()) {
             gather(shared, driver, stream, ops, &mut issued)
         } else {
-            copies(shared, driver, stream, ops, &mut issued)
+            copies(shared, driver, stream, ops, run.pinned, &mut issued)
         };
         if let Err(error) = done {
             issued.error = Some(error);
@@ -64,7 +64,7 @@ fn by_kernel(shared: &Shared, run: &Run, count: usize) -> bool {
     let abilities = shared.device.abilities();
     abilities.gather
         && abilities.host_addresses
-        && run.for_kernel
+        && run.pinned
         && count >= FEW
         && run.bytes / (count as u64) <= up_to
 }
@@ -89,7 +89,7 @@ fn gather(
         Err(error) if error.class == Class::Lost => return Err(error),
         Err(error) => {
             tracing::warn!("no memory for the kernel's list, copying without it: {error}");
-            return copies(shared, driver, stream, ops, issued);
+            return copies(shared, driver, stream, ops, true, issued);
         }
     };
     issued.begun = true;
@@ -107,10 +107,12 @@ fn copies(
     driver: &dyn Driver,
     stream: RawStream,
     ops: &[CopyOp],
+    pinned: bool,
     issued: &mut Issued,
 ) -> Result<(), DriverError> {
     for chunk in ops.chunks(BATCH) {
-        let batch = chunk.len() > 1
+        let batch = pinned
+            && chunk.len() > 1
             && driver.abilities().batch
             && !shared.batch_refused.load(Ordering::Relaxed);
         if batch {

@@ -23,8 +23,8 @@ pub(super) struct Run {
     pub(super) ops: Range<usize>,
     pub(super) direction: Direction,
     pub(super) bytes: u64,
-    /// Whether all of its memory has addresses that a kernel may use.
-    pub(super) for_kernel: bool,
+    /// Whether all of its host memory is pinned: batches and kernels want that.
+    pub(super) pinned: bool,
 }
 
 /// A plan as the driver gets it.
@@ -54,7 +54,7 @@ impl Work {
         for group in &planned.groups {
             let direction =
                 if on_host(group.dst) { Direction::FromDevice } else { Direction::ToDevice };
-            let mut run = Run { ops: this.ops.len()..0, direction, bytes: 0, for_kernel: true };
+            let mut run = Run { ops: this.ops.len()..0, direction, bytes: 0, pinned: true };
             for item in planned.items.get(group.items.clone()).unwrap_or_default() {
                 let src = side(lease, item.src, item.len)?;
                 let dst = side(lease, item.dst, item.len)?;
@@ -62,7 +62,7 @@ impl Work {
                 let unpinned = |side: &Side<'_>| side.on_host && !side.pins.pinned;
                 if unpinned(&src) || unpinned(&dst) {
                     this.unpinned_bytes += item.len;
-                    run.for_kernel = false;
+                    run.pinned = false;
                 }
                 let mut done = 0;
                 while done < item.len {

@@ -102,6 +102,19 @@ fn a17_memory_that_is_not_pinned_is_counted() {
         let never = build(PinPolicy::Never);
         load(&fake, &never, &memory);
         assert_eq!(never.counters().unpinned_bytes, 3 * PAGE as u64);
+        // Nor do batch and kernel get it.
+        let (host, device) = (never.register(memory).unwrap(), gpu.alloc(3 * PAGE).unwrap());
+        let device = never.register(device).unwrap();
+        let at = |region, offset| Addr { region, offset };
+        let items = (0..20)
+            .map(|n| Transfer { src: at(host, n * 100), dst: at(device, n * 300), len: 50 })
+            .collect();
+        let single = never.counters().copied_single;
+        let mut runner = Runner::new(Arc::clone(&never) as Arc<dyn TransferEngine>);
+        let ticket = never.submit(TransferPlan { items, holds: vec![] }).unwrap();
+        runner.wait(ticket).result.unwrap();
+        assert_eq!(never.counters().copied_single - single, 20);
+        drop(runner);
         drop((engine, never, gpu));
         fake.assert_clean("unpinned memory");
     });

@@ -14,7 +14,7 @@ use hip_sys::hiprt::{
     hipIpcMemHandle_st, hipMemcpyKind, hipStream_t, hipStreamNonBlocking,
 };
 
-use super::sys::{self, CopyAttributes, Functions};
+use super::sys::{self, Functions};
 use crate::device::{
     absent::{DeviceAbsent, GpuFamily},
     driver::{Abilities, CallBack, CopyOp, Driver, RawEvent, RawStream},
@@ -257,8 +257,8 @@ impl Driver for HipDriver {
         let mut dsts: Vec<*mut c_void> = ops.iter().map(|op| pointer(op.dst)).collect();
         let mut srcs: Vec<*mut c_void> = ops.iter().map(|op| pointer(op.src)).collect();
         let mut lens: Vec<usize> = ops.iter().map(|op| op.len).collect();
-        let mut attributes = CopyAttributes { source_order: 1, ..CopyAttributes::default() };
-        let (mut first, mut failed) = (0, 0);
+        let mut failed = 0;
+        // No attributes: not every version takes them, and the order of the stream is the default.
         may_call!(
             self.f,
             hipMemcpyBatchAsync(
@@ -266,9 +266,9 @@ impl Driver for HipDriver {
                 srcs.as_mut_ptr(),
                 lens.as_mut_ptr(),
                 ops.len(),
-                &raw mut attributes,
-                &raw mut first,
-                1,
+                null_mut(),
+                null_mut(),
+                0,
                 &raw mut failed,
                 stream_of(stream),
             )

@@ -9,6 +9,7 @@
 #![expect(non_snake_case, reason = "the names are the library's")]
 
 use std::{
+    error::Error as _,
     ffi::{c_char, c_int, c_uint, c_ulonglong, c_void},
     sync::OnceLock,
 };
@@ -21,17 +22,6 @@ use crate::device::absent::{DeviceAbsent, GpuFamily};
 /// Newest first.
 const NAMES: [&str; 4] =
     ["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"];
-
-/// `hipMemcpyAttributes` of ROCm 7, the same as CUDA's.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(C)]
-pub(super) struct CopyAttributes {
-    /// 1: sources are read in the order of the stream.
-    pub(super) source_order: c_uint,
-    pub(super) source_hint: [c_int; 2],
-    pub(super) destination_hint: [c_int; 2],
-    pub(super) flags: c_uint,
-}
 
 macro_rules! functions {
     (
@@ -112,7 +102,7 @@ functions! {
     optional {
         hipMemcpyBatchAsync: fn(
             *mut *mut c_void, *mut *mut c_void, *mut usize, usize,
-            *mut CopyAttributes, *mut usize, usize, *mut usize, hipStream_t,
+            *mut c_void, *mut usize, usize, *mut usize, hipStream_t,
         );
         hipLaunchHostFunc: fn(hipStream_t, hipHostFn_t, *mut c_void);
         hipMemGetAddressRange: fn(*mut hipDeviceptr_t, *mut usize, hipDeviceptr_t);
@@ -150,7 +140,10 @@ pub(super) fn functions() -> Result<&'static Functions, DeviceAbsent> {
                     .map_err(|names| DeviceAbsent::MissingSymbols { family, names })?;
                 return Ok(FUNCTIONS.get_or_init(|| found));
             }
-            Err(error) if said.is_empty() => said = error.to_string(),
+            // What the loader itself said stands behind the error.
+            Err(error) if said.is_empty() => {
+                said = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            }
             Err(_) => {}
         }
     }

@@ -36,7 +36,7 @@ fn opened(what: &'static str, family: ucm_transport::GpuFamily) -> Finding {
             return Finding {
                 what,
                 verdict: Verdict::Absent,
-                seen: reason.to_string(),
+                seen: reason.reason(),
                 used: format!("the {} engine is not used", family.name()),
                 remedy: reason.remedy(),
             };
@@ -68,7 +68,7 @@ fn opened(what: &'static str, family: ucm_transport::GpuFamily) -> Finding {
                 ));
             }
             Err(reason) => {
-                seen.push(format!("{ordinal}: {reason}"));
+                seen.push(format!("{ordinal}: {}", reason.reason()));
                 broken.push(reason.remedy());
             }
         }
