@@ -160,9 +160,13 @@ pub trait Directory: Send + Sync + fmt::Debug {
     /// See [`DirectoryError`].
     fn members(&self, deadline: Instant) -> Result<Vec<Member>, DirectoryError>;
 
-    /// Where objects of these lengths should be put, one answer per length.
+    /// Where objects of these lengths should be put, one answer each.
     ///
     /// # Errors
     /// See [`DirectoryError`].
-    fn place(&self, lens: &[u64], deadline: Instant) -> Result<Vec<Placement>, DirectoryError>;
+    fn place(
+        &self,
+        objects: &[(ObjectKey, u64)],
+        deadline: Instant,
+    ) -> Result<Vec<Placement>, DirectoryError>;
 }

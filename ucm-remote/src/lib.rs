@@ -23,18 +23,22 @@
 
 pub mod core;
 mod directory;
+mod embedded;
 mod medium;
 mod object;
 mod outcome;
 mod paged;
 mod peer;
+mod placement;
 mod pool;
 
 pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record, Tier};
+pub use embedded::{EmbeddedDirectory, EmbeddedLimits};
 pub use medium::{Medium, MediumUsage, PageList, Pending, Stored};
 pub use object::{ByteRange, Generation, ObjectKey, PeerId, RangeError, check_ranges};
 pub use outcome::{GetOutcome, PutOutcome, RemoveOutcome};
 pub use paged::{PagedError, PagedLimits, PagedMedium, Segment};
 pub use peer::{Peer, PeerLimits, Resolution, Session};
+pub use placement::{ByHash, LocalFirst, MostFree, PlacementStrategy};
 pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
 pub use ucm_data::Token;

@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** ranges are checked as a whole before any of them is used.
 
-use std::fmt;
+use std::{fmt, sync::Arc};
 
 /// Names an object: the block id that the identity function gave, and a digest of everything that
 /// identity depends on. Both are compared wherever an object is served, so that two blocks whose
@@ -21,9 +21,29 @@ impl fmt::Debug for ObjectKey {
     }
 }
 
-/// Names a peer for as long as it is configured; which run of it, its boot token says.
+/// Names a peer for as long as it is configured; which run of it, its boot token says. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct PeerId(pub String);
+pub struct PeerId(Arc<str>);
+
+impl PeerId {
+    /// A peer of this name.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self(name.into())
+    }
+
+    /// Its name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for PeerId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
 
 /// Counts the times a peer has stored something under a key; part of every handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
