@@ -53,11 +53,39 @@ impl MemberInner {
         if self.reminded.swap(1, Ordering::SeqCst) != 0 {
             return;
         }
+        // The one before has nothing left to do.
+        self.join_reminder();
         let me = self.me.clone();
         let reminder = thread::Builder::new().name("ucm-leftovers".into());
-        if reminder.spawn(move || try_again_and_again(&me)).is_err() {
-            self.reminded.store(0, Ordering::SeqCst);
+        match reminder.spawn(move || try_again_and_again(&me)) {
+            Ok(thread) => *self.reminder() = Some(thread),
+            Err(_) => self.reminded.store(0, Ordering::SeqCst),
         }
+    }
+
+    /// For a member that leaves: no thread of it stays, and none is started again.
+    #[cfg(not(ucm_loom))]
+    pub(crate) fn end_reminder(&self) {
+        self.reminded.store(1, Ordering::SeqCst);
+        self.join_reminder();
+    }
+
+    /// Waits for the end of a reminder that cannot reach this member any more, or has seen that there
+    /// is nothing left; it holds nobody up but for its last instructions.
+    #[cfg(not(ucm_loom))]
+    fn join_reminder(&self) {
+        let thread = self.reminder().take();
+        // The last to let go of the member may be the reminder itself.
+        if let Some(thread) = thread.filter(|t| t.thread().id() != thread::current().id()) {
+            thread.thread().unpark();
+            // It does not panic, and if it did, nothing would be lost.
+            let _ = thread.join();
+        }
+    }
+
+    #[cfg(not(ucm_loom))]
+    fn reminder(&self) -> std::sync::MutexGuard<'_, Option<thread::JoinHandle<()>>> {
+        self.reminder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// True when the reminder may end. Whoever adds a leftover does so before it looks whether there
@@ -89,7 +117,8 @@ impl MemberInner {
 fn try_again_and_again(member: &Weak<MemberInner>) {
     let mut pause = Duration::from_millis(10);
     loop {
-        thread::sleep(pause);
+        // Woken when the member has left; anything else that wakes it does no harm.
+        thread::park_timeout(pause);
         if member.upgrade().is_none_or(|member| member.is_reminder_done()) {
             return;
         }

@@ -136,6 +136,8 @@ pub(crate) struct MemberInner {
     #[cfg(not(ucm_loom))]
     pub(crate) reminded: Counter,
     #[cfg(not(ucm_loom))]
+    pub(crate) reminder: std::sync::Mutex<Option<std::thread::JoinHandle<()>>>,
+    #[cfg(not(ucm_loom))]
     pub(crate) me: std::sync::Weak<Self>,
     /// One reap at a time in a process.
     #[cfg(not(ucm_loom))]
@@ -242,6 +244,8 @@ fn introduce(
         leftover: Counter::new(0),
         #[cfg(not(ucm_loom))]
         reminded: Counter::new(0),
+        #[cfg(not(ucm_loom))]
+        reminder: std::sync::Mutex::default(),
         #[cfg(not(ucm_loom))]
         me: me.clone(),
         #[cfg(not(ucm_loom))]
@@ -610,6 +614,11 @@ impl Drop for MemberInner {
             && self.control.region.is_ours()
         {
             keeper.end_all(self);
+        }
+        // A forked child has no such thread.
+        #[cfg(not(ucm_loom))]
+        if self.control.region.is_ours() {
+            self.end_reminder();
         }
         // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
         // seat next clears up first.
