@@ -18,7 +18,7 @@ use crate::{
     compare, crash, ctrl,
     document::Document,
     error::{BenchError, exit_code},
-    load, report, staging, suite, trace,
+    load, net, report, staging, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -68,6 +68,8 @@ enum Command {
     Crash(crash::Args),
     /// Requests through staging buffers onto a simulated device
     Staging(staging::Args),
+    /// Reads from another process, by an engine and by the barest way there is
+    Net(net::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// The standard set, its tables, run.json and report.html
@@ -122,6 +124,7 @@ fn document(workload: &Command, common: &Common) -> Result<Document, BenchError>
         Command::Crash(args) => crash::run(args, common),
         Command::Ctrl(args) => ctrl::run(args, common),
         Command::Load(args) => load::run(args, common),
+        Command::Net(args) => net::run(args, common),
         Command::Staging(args) => staging::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
@@ -158,6 +161,7 @@ fn rank(workload: &str) -> Result<(), BenchError> {
         "crash" => crash::run_rank(),
         "ctrl" => ctrl::run_rank(),
         "load" => load::run_rank(),
+        "net" => net::run_rank(),
         "trace" => trace::run_rank(),
         other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),
     }

@@ -23,6 +23,7 @@ mod env;
 mod error;
 mod figure;
 mod load;
+mod net;
 mod plot;
 mod progress;
 mod ranks;

@@ -90,6 +90,18 @@ const JOBS: &[Job] = &[
         seconds: (30, 5),
     },
     Job {
+        name: "net-tcp",
+        full: "net --engine tcp",
+        quick: "net --engine tcp --case-ms 20 --runs 2 --case 4096,61x1728,4497408",
+        seconds: (20, 1),
+    },
+    Job {
+        name: "net-shm",
+        full: "net --engine shm",
+        quick: "net --engine shm --case-ms 20 --runs 2 --case 4096,61x1728,4497408",
+        seconds: (20, 1),
+    },
+    Job {
         name: "trace-conversation",
         full: "trace --trace conversation",
         quick: "trace --trace conversation --requests 2000",

@@ -69,3 +69,5 @@ pub use tcp::{
     Session, TcpEngine, TcpEngineBuilder, TcpPeer, TcpServer, TcpServerConfig, TcpServerStats,
     TcpStats,
 };
+#[cfg(feature = "tls")]
+pub use tcp::{TlsClient, TlsServer};

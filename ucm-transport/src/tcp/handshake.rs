@@ -14,6 +14,8 @@ use ucm_data::Token;
 use super::{
     auth::{Secret, Side},
     server::ServerState,
+    socket::Socket,
+    tls::{Tls, TlsClient},
     wire::{
         CHALLENGE_BYTES, Challenge, Grant, HELLO_BYTES, Hello, Malformed, READY_BYTES, Ready,
         VERSIONS,
@@ -47,9 +49,17 @@ pub(super) fn greet(
 /// What a client knows after a handshake.
 #[derive(Debug)]
 pub(super) struct Greeted {
-    pub(super) stream: TcpStream,
+    stream: TcpStream,
+    tls: Option<Tls>,
     pub(super) boot: Token,
     pub(super) grant: Grant,
+}
+
+impl Greeted {
+    /// The connection, from now on without blocking.
+    pub(super) fn socket(self) -> io::Result<Socket> {
+        Socket::new(self.stream, self.tls)
+    }
 }
 
 /// The client's half: connects and proves itself, blocking until `deadline` at most.
@@ -59,6 +69,7 @@ pub(super) struct Greeted {
 pub(super) fn connect(
     address: SocketAddr,
     secret: &Secret,
+    tls: Option<&TlsClient>,
     boot: Token,
     deadline: Instant,
 ) -> Result<Greeted, TransferError> {
@@ -70,14 +81,18 @@ pub(super) fn connect(
         .map_err(|error| down("cannot connect to", error))?;
     let nonce = nonce().map_err(|error| down("no random bytes for", error))?;
     let hello = Hello { versions: VERSIONS, flags: 0, boot, nonce }.encode();
+    let start = tls.map(TlsClient::start).transpose();
+    let tls = start.map_err(|error| down("no TLS with", error))?;
     let mut talk = |send: &[u8], answer: &mut [u8]| -> Result<(), TransferError> {
         let limit = Some(left(deadline)?);
         stream
             .set_nodelay(true)
             .and_then(|()| stream.set_write_timeout(limit))
             .and_then(|()| stream.set_read_timeout(limit))
-            .and_then(|()| stream.write_all(send))
-            .and_then(|()| stream.read_exact(answer))
+            .and_then(|()| match &tls {
+                Some(tls) => tls.talk(&stream, send, answer),
+                None => stream.write_all(send).and_then(|()| stream.read_exact(answer)),
+            })
             .map_err(|error| down("no handshake with", error))
     };
     let mut answer = [0; CHALLENGE_BYTES];
@@ -103,7 +118,7 @@ pub(super) fn connect(
     if !secret.verify(Side::Server, &hello, &answer, &ready.proof) {
         return Err(denied(format!("{address} does not prove that it knows the secret")));
     }
-    Ok(Greeted { stream, boot: challenge.boot, grant: challenge.grant })
+    Ok(Greeted { stream, tls, boot: challenge.boot, grant: challenge.grant })
 }
 
 fn left(deadline: Instant) -> Result<Duration, TransferError> {

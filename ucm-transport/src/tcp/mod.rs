@@ -17,6 +17,11 @@ mod inbuf;
 mod server;
 mod socket;
 mod sys;
+#[cfg(not(feature = "tls"))]
+#[path = "no_tls.rs"]
+mod tls;
+#[cfg(feature = "tls")]
+mod tls;
 mod wire;
 
 pub use auth::Secret;
@@ -25,6 +30,8 @@ pub use server::{
     Exports, Pieces, Refusal, RefusalKind, Request, Serve, Served, Session, TcpServer,
     TcpServerConfig, TcpServerStats,
 };
+#[cfg(feature = "tls")]
+pub use tls::{TlsClient, TlsServer};
 pub use wire::PeerRange;
 
 #[cfg(any(test, feature = "testing"))]

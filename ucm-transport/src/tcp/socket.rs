@@ -9,17 +9,18 @@ use std::{
     time::Duration,
 };
 
-use super::sys::Scatter;
+use super::{sys::Scatter, tls::Tls};
 
 /// A connected, non-blocking stream.
 #[derive(Debug)]
 pub(super) struct Socket {
     stream: TcpStream,
+    tls: Option<Tls>,
 }
 
 impl Socket {
     /// Takes a connected stream over and makes it non-blocking.
-    pub(super) fn new(stream: TcpStream) -> io::Result<Self> {
+    pub(super) fn new(stream: TcpStream, tls: Option<Tls>) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         // A peer whose machine is gone is found out without traffic of ours. Not essential.
@@ -27,13 +28,17 @@ impl Socket {
         let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(10));
         let _ = rustix::net::sockopt::set_tcp_keepintvl(&stream, Duration::from_secs(5));
         let _ = rustix::net::sockopt::set_tcp_keepcnt(&stream, 3);
-        Ok(Self { stream })
+        Ok(Self { stream, tls })
     }
 
     /// Reads what is there into a buffer of ours.
     pub(super) fn receive(&self, into: &mut [u8]) -> io::Result<usize> {
         loop {
-            match io::Read::read(&mut (&self.stream), into) {
+            let read = match &self.tls {
+                Some(tls) => tls.receive(&self.stream, into),
+                None => io::Read::read(&mut (&self.stream), into),
+            };
+            match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 other => return other,
             }
@@ -43,7 +48,11 @@ impl Socket {
     /// Reads what is there into the next pieces.
     pub(super) fn receive_into(&self, pieces: &mut Scatter) -> io::Result<usize> {
         loop {
-            match pieces.receive(self.stream.as_fd()) {
+            let read = match &self.tls {
+                Some(tls) => tls.receive_into(&self.stream, pieces),
+                None => pieces.receive(self.stream.as_fd()),
+            };
+            match read {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 other => return other,
             }
@@ -52,6 +61,9 @@ impl Socket {
 
     /// Sends pieces until all are used up or the socket takes no more (`WouldBlock`).
     pub(super) fn send(&self, pieces: &mut Scatter, more: bool) -> io::Result<()> {
+        if let Some(tls) = &self.tls {
+            return tls.send(&self.stream, pieces);
+        }
         while pieces.left() > 0 {
             match pieces.send(self.stream.as_fd(), more) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}

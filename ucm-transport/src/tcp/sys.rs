@@ -150,6 +150,32 @@ impl Scatter {
         done
     }
 
+    /// Copies the next bytes out without using them up; returns how many.
+    #[cfg(feature = "tls")]
+    pub(super) fn peek(&self, into: &mut [u8]) -> usize {
+        let mut done = 0;
+        for piece in self.pieces.get(self.at..).unwrap_or_default() {
+            let Some(room) = into.get_mut(done..).filter(|room| !room.is_empty()) else { break };
+            let count = piece.iov_len.min(room.len());
+            // SAFETY: the piece is valid for reads of this length (`push`), and `room` is exclusive.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    piece.iov_base.cast::<u8>(),
+                    room.as_mut_ptr(),
+                    count,
+                );
+            }
+            done += count;
+        }
+        done
+    }
+
+    /// Uses up bytes that were sent some other way.
+    #[cfg(feature = "tls")]
+    pub(super) fn skip(&mut self, count: usize) {
+        self.advance(count);
+    }
+
     /// Receives into the next pieces. 0 is the end of the stream.
     pub(super) fn receive(&mut self, fd: BorrowedFd<'_>) -> io::Result<usize> {
         let mut header = header(self.next());

@@ -7,3 +7,5 @@ mod lanes;
 mod late;
 mod serving;
 mod suite;
+#[cfg(feature = "tls")]
+mod tls;

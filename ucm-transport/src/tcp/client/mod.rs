@@ -35,8 +35,8 @@ use super::{
     Secret, bell,
     breaker::Breaker,
     handshake,
-    socket::Socket,
     sys::Scatter,
+    tls::TlsClient,
     wire::{Body, DESCRIPTOR_BYTES, PeerRange, RequestKind},
 };
 use crate::{
@@ -312,20 +312,47 @@ impl TcpEngine {
         secret: &Secret,
         deadline: Instant,
     ) -> Result<TcpPeer, TransferError> {
+        self.connect_with(address, secret, None, deadline)
+    }
+
+    /// As [`connect`](Self::connect), with TLS around everything: the bytes cannot be read or changed
+    /// on the way. Costs a copy and the cipher.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect); a certificate that is not trusted is `PeerDown`.
+    #[cfg(feature = "tls")]
+    pub fn connect_tls(
+        &self,
+        address: SocketAddr,
+        secret: &Secret,
+        tls: &TlsClient,
+        deadline: Instant,
+    ) -> Result<TcpPeer, TransferError> {
+        self.connect_with(address, secret, Some(tls.clone()), deadline)
+    }
+
+    fn connect_with(
+        &self,
+        address: SocketAddr,
+        secret: &Secret,
+        tls: Option<TlsClient>,
+        deadline: Instant,
+    ) -> Result<TcpPeer, TransferError> {
         let inner = &self.inner;
-        let greeted = handshake::connect(address, secret, inner.boot, deadline)?;
+        let greeted = handshake::connect(address, secret, tls.as_ref(), inner.boot, deadline)?;
         let (boot, grant) = (greeted.boot, greeted.grant);
         inner.exchange_bytes.fetch_min(grant.window, Ordering::SeqCst);
         inner.max_ranges.fetch_min(u64::from(grant.ranges), Ordering::SeqCst);
         inner.max_frame.fetch_min(u64::from(grant.frame), Ordering::SeqCst);
-        let socket = Socket::new(greeted.stream)
+        let socket = greeted
+            .socket()
             .map_err(|e| TransferError::new(ErrorKind::PeerDown, format!("{address}: {e}")))?;
         let mut peers = inner.peers.write().unwrap_or_else(PoisonError::into_inner);
         let index = u32::try_from(peers.len()).map_err(|_| {
             TransferError::new(ErrorKind::Registration, "4294967296 peers were connected")
         })?;
         let breaker = Breaker::new(inner.failures);
-        let peer = Peer::new(address, secret.clone(), boot, breaker);
+        let peer = Peer::new(address, secret.clone(), tls, boot, breaker);
         peers.push(Some(Arc::clone(&peer)));
         drop(peers);
         let lane = inner.open_lane(&peer, socket, grant);

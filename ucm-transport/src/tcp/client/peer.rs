@@ -15,7 +15,7 @@ use ucm_data::Token;
 use super::{job::Exchange, lane::Lane};
 use crate::{
     ErrorKind, TransferError,
-    tcp::{Secret, breaker::Breaker},
+    tcp::{Secret, breaker::Breaker, tls::TlsClient},
 };
 
 /// Lanes that were never used are not replaced before this age.
@@ -27,6 +27,7 @@ const ASK_AFTER: Duration = Duration::from_millis(20);
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
     pub(super) secret: Secret,
+    pub(super) tls: Option<TlsClient>,
     /// The run of the peer that this is.
     pub(super) boot: Token,
     state: Mutex<State>,
@@ -68,6 +69,7 @@ impl Peer {
     pub(super) fn new(
         address: SocketAddr,
         secret: Secret,
+        tls: Option<TlsClient>,
         boot: Token,
         breaker: Breaker,
     ) -> Arc<Self> {
@@ -78,7 +80,7 @@ impl Peer {
             breaker,
             gone: None,
         };
-        Arc::new(Self { address, secret, boot, state: Mutex::new(state) })
+        Arc::new(Self { address, secret, tls, boot, state: Mutex::new(state) })
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {

@@ -225,10 +225,11 @@ impl Inner {
                 format!("the peer at {} has restarted; connect to it anew", peer.address),
             ));
         }
-        let socket = Socket::new(greeted.stream).map_err(|error| {
+        let grant = greeted.grant;
+        let socket = greeted.socket().map_err(|error| {
             TransferError::new(ErrorKind::PeerDown, format!("{}: {error}", peer.address))
         })?;
-        Ok((socket, greeted.grant))
+        Ok((socket, grant))
     }
 
     pub(super) fn open_lane(
@@ -250,7 +251,8 @@ impl Inner {
         let spawned = thread::Builder::new().name("ucm-tcp-connect".into()).spawn(move || {
             let peer = peer_of_thread;
             let deadline = Instant::now() + limit;
-            let made = handshake::connect(peer.address, &peer.secret, boot, deadline);
+            let made =
+                handshake::connect(peer.address, &peer.secret, peer.tls.as_ref(), boot, deadline);
             if let Some(inner) = weak.upgrade() {
                 inner.connected(&peer, made);
             }

@@ -27,7 +27,7 @@ use rustix::{
 use ucm_data::Token;
 
 use self::conn::{Connection, Over, Wants};
-use super::{Secret, bell, socket::Socket, wire::Grant};
+use super::{Secret, bell, socket::Socket, tls::TlsServer, wire::Grant};
 use crate::{ErrorKind, TransferError};
 
 pub(super) use serve::refused;
@@ -109,6 +109,7 @@ pub struct TcpServer {
 
 pub(super) struct ServerState {
     pub(super) config: TcpServerConfig,
+    tls: Option<TlsServer>,
     pub(super) boot: Token,
     pub(super) service: Arc<dyn Serve>,
     workers: Vec<Worker>,
@@ -142,6 +143,29 @@ impl TcpServer {
         config: TcpServerConfig,
         service: Arc<dyn Serve>,
     ) -> Result<Self, TransferError> {
+        Self::bind_with(address, config, None, service)
+    }
+
+    /// As [`bind`](Self::bind), but talks with TLS only.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind).
+    #[cfg(feature = "tls")]
+    pub fn bind_tls(
+        address: SocketAddr,
+        config: TcpServerConfig,
+        tls: TlsServer,
+        service: Arc<dyn Serve>,
+    ) -> Result<Self, TransferError> {
+        Self::bind_with(address, config, Some(tls), service)
+    }
+
+    fn bind_with(
+        address: SocketAddr,
+        config: TcpServerConfig,
+        tls: Option<TlsServer>,
+        service: Arc<dyn Serve>,
+    ) -> Result<Self, TransferError> {
         let failed = |error: io::Error| {
             TransferError::new(ErrorKind::Registration, format!("cannot serve {address}: {error}"))
         };
@@ -154,6 +178,7 @@ impl TcpServer {
             (0..count).map(|_| Worker::new()).collect::<Result<_, _>>().map_err(failed)?;
         let state = Arc::new(ServerState {
             config,
+            tls,
             boot,
             service,
             workers,
@@ -362,7 +387,8 @@ impl<'a> Turn<'a> {
         for (stream, address) in arrivals {
             let token = self.next_token;
             self.next_token += 1;
-            let watched = Socket::new(stream).and_then(|socket| {
+            let tls = self.state.tls.as_ref().map(TlsServer::start).transpose();
+            let watched = tls.and_then(|tls| Socket::new(stream, tls)).and_then(|socket| {
                 let connection = Connection::new(socket, address, now);
                 self.watch(connection.fd(), token, epoll::EventFlags::IN)?;
                 self.connections.insert(token, connection);

@@ -2,7 +2,10 @@
 //!
 //! **Invariant:** the far side of every plan is memory behind a real server.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, Mutex, Weak},
+};
 
 use super::kit::{secret, serve, soon};
 use crate::{
@@ -10,21 +13,37 @@ use crate::{
     testing::{Harness, conformance},
 };
 
-struct TcpHarness {
+/// How engines connect.
+type Connect = Box<dyn Fn(&TcpEngine, SocketAddr) -> TcpPeer>;
+
+pub(super) struct TcpHarness {
     reads: bool,
     exports: Exports,
     server: TcpServer,
     far: Mutex<Vec<Memory>>,
     engines: Mutex<Vec<(Weak<TcpEngine>, TcpPeer)>>,
     exchange_bytes: u64,
+    connect: Connect,
 }
 
 impl TcpHarness {
     fn new(reads: bool, exchange_bytes: u64) -> Self {
         let exports = Exports::default();
         let server = serve(Arc::new(exports.clone()));
+        let connect =
+            |engine: &TcpEngine, address| engine.connect(address, &secret(), soon()).unwrap();
+        Self::over(server, exports, reads, exchange_bytes, Box::new(connect))
+    }
+
+    pub(super) fn over(
+        server: TcpServer,
+        exports: Exports,
+        reads: bool,
+        exchange_bytes: u64,
+        connect: Connect,
+    ) -> Self {
         let (far, engines) = (Mutex::default(), Mutex::default());
-        Self { reads, exports, server, far, engines, exchange_bytes }
+        Self { reads, exports, server, far, engines, exchange_bytes, connect }
     }
 
     fn far(&self, len: usize) -> Memory {
@@ -45,7 +64,7 @@ impl TcpHarness {
 impl Harness for TcpHarness {
     fn engine(&self) -> Arc<dyn TransferEngine> {
         let engine = TcpEngine::builder().exchange_bytes(self.exchange_bytes).build().unwrap();
-        let peer = engine.connect(self.server.address(), &secret(), soon()).unwrap();
+        let peer = (self.connect)(&engine, self.server.address());
         let engine = Arc::new(engine);
         self.engines.lock().unwrap().push((Arc::downgrade(&engine), peer));
         engine

@@ -93,3 +93,22 @@ fn ranges_are_bounded() {
     many[4..8].copy_from_slice(&u32::MAX.to_le_bytes());
     assert!(sections(&many, 1, &Grant { ranges: u32::MAX, ..GRANT }).is_err(), "a lie");
 }
+
+/// Everything that the fuzzer kept, each of its beginnings, and each with one byte changed.
+#[test]
+fn the_corpus_of_the_fuzzer_is_harmless() {
+    let corpus = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus/tcp");
+    let (mut inputs, mut understood) = (0, 0);
+    for entry in std::fs::read_dir(&corpus).unwrap() {
+        let bytes = std::fs::read(entry.unwrap().path()).unwrap();
+        understood += crate::testing::tcp_frames(&bytes);
+        inputs += 1;
+        for at in 0..bytes.len() {
+            crate::testing::tcp_frames(&bytes[..at]);
+            let mut changed = bytes.clone();
+            changed[at] ^= 0x81;
+            crate::testing::tcp_frames(&changed);
+        }
+    }
+    assert!(inputs > 10 && understood > 9, "{inputs} inputs in {}", corpus.display());
+}

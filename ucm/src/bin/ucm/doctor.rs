@@ -3,6 +3,7 @@
 //! **Invariant:** every finding names its evidence; nothing on the machine is changed.
 
 mod devices;
+mod engines;
 mod probes;
 
 use std::process::ExitCode;
@@ -48,7 +49,8 @@ pub(crate) struct Finding {
 }
 
 pub(crate) fn run(config: &Config, as_json: bool) -> Result<ExitCode, Error> {
-    let findings = probes::all(config);
+    let mut findings = probes::all(config);
+    findings.extend(engines::all());
     let worst_is_broken = findings.iter().any(|f| f.verdict == Verdict::Broken);
     if as_json {
         let list = findings.iter().map(|f| {
