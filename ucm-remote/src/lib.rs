@@ -2,8 +2,9 @@
 //!
 //! Peers own memory and keep *objects* in it (a block's bytes as one addressable thing, on pages of
 //! one size); a directory says who might have which object; a client puts, gets, and gets ranges.
-//! This version has the types and the traits, the decisions without IO ([`core`]) and a medium on host
-//! memory ([`PagedMedium`]); peers, directories and the client follow. What they must agree on:
+//! This version has the types and the traits, the decisions without IO ([`core`]), a medium on host
+//! memory ([`PagedMedium`]) and directories (`EmbeddedDirectory`, `RedisDirectory`); peers and the client
+//! follow. What they must agree on:
 //!
 //! * [`Medium`] is the only allocation authority over its memory. An object becomes readable by its
 //!   commit, never before, and leaves only when no lease protects it.
@@ -31,6 +32,8 @@ mod paged;
 mod peer;
 mod placement;
 mod pool;
+#[cfg(feature = "redis")]
+mod redis_directory;
 
 pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record, Tier};
 pub use embedded::{EmbeddedDirectory, EmbeddedLimits};
@@ -41,4 +44,6 @@ pub use paged::{PagedError, PagedLimits, PagedMedium, Segment};
 pub use peer::{Peer, PeerLimits, Resolution, Session};
 pub use placement::{ByHash, LocalFirst, MostFree, PlacementStrategy};
 pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
+#[cfg(feature = "redis")]
+pub use redis_directory::{RedisDirectory, RedisOptions};
 pub use ucm_data::Token;

@@ -14,6 +14,7 @@ mod features;
 mod fuzz;
 mod hw;
 mod loom;
+mod servers;
 mod shell;
 mod summary;
 mod test;

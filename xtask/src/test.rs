@@ -7,6 +7,7 @@
 use std::fs;
 
 use crate::{
+    servers,
     shell::{Failure, Shell, fail, print, say},
     summary::{LibtestReader, Summary, from_junit},
     workspace::Workspace,
@@ -15,7 +16,8 @@ use crate::{
 /// nextest writes below the workspace root, wherever the target folder is.
 const JUNIT: &str = "target/nextest/default/junit.xml";
 /// Tests that want features which an ordinary build does not have: package, features, test target.
-const WITH_FEATURES: [(&str, &str, &str); 1] = [("ucm-transport", "cuda,rocm,testing", "gpu")];
+const WITH_FEATURES: [(&str, &str, &str); 2] =
+    [("ucm-transport", "cuda,rocm,testing", "gpu"), ("ucm-remote", "redis", "redis")];
 const CLOSING_LINE: &str = "xtask/tests.txt";
 
 /// Options of `cargo xtask test`.
@@ -115,6 +117,9 @@ fn with_features(
     for (package, features, target) in WITH_FEATURES {
         if !args.packages.is_empty() && !args.packages.iter().any(|chosen| chosen == package) {
             continue;
+        }
+        if features == "redis" {
+            servers::redis();
         }
         let wanted = ["-p", package, "--features", features, "--test", target];
         let wanted: Vec<String> = wanted.map(str::to_owned).to_vec();
