@@ -15,7 +15,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::{
     assertion::Assertion,
-    compare, crash, ctrl,
+    compare, crash, ctrl, directory,
     document::Document,
     error::{BenchError, exit_code},
     load, net, report, staging, suite, trace,
@@ -70,6 +70,8 @@ enum Command {
     Staging(staging::Args),
     /// Reads from another process, by an engine and by the barest way there is
     Net(net::Args),
+    /// Who has what: routes, announcements, and a peer that goes
+    Directory(directory::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// The standard set, its tables, run.json and report.html
@@ -125,6 +127,7 @@ fn document(workload: &Command, common: &Common) -> Result<Document, BenchError>
         Command::Ctrl(args) => ctrl::run(args, common),
         Command::Load(args) => load::run(args, common),
         Command::Net(args) => net::run(args, common),
+        Command::Directory(args) => directory::run(args, common),
         Command::Staging(args) => staging::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),

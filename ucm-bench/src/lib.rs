@@ -18,6 +18,7 @@ mod clock;
 mod compare;
 mod crash;
 mod ctrl;
+mod directory;
 mod document;
 mod env;
 mod error;

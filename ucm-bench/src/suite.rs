@@ -102,6 +102,12 @@ const JOBS: &[Job] = &[
         seconds: (20, 1),
     },
     Job {
+        name: "directory",
+        full: "directory",
+        quick: "directory --keys 20000 --questions 200 --runs 2",
+        seconds: (30, 1),
+    },
+    Job {
         name: "trace-conversation",
         full: "trace --trace conversation",
         quick: "trace --trace conversation --requests 2000",

@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
 mod ctrl;
+mod directory;
 mod net;
 mod replay;
 mod suite;
