@@ -115,6 +115,18 @@ impl Runner {
     }
 }
 
+/// Tells a thread of a test to stop, also when the test fails.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub(crate) struct StopOnDrop(pub(crate) Arc<std::sync::atomic::AtomicBool>);
+
+#[cfg(test)]
+impl Drop for StopOnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
 /// One item.
 pub(crate) fn item(src: RegionId, from: u64, dst: RegionId, to: u64, len: u64) -> Transfer {
     Transfer { src: Addr { region: src, offset: from }, dst: Addr { region: dst, offset: to }, len }

@@ -12,6 +12,8 @@ mod harness;
 pub use bell::Bell;
 pub use conformance::conformance;
 pub use gate::GateEngine;
+#[cfg(test)]
+pub(crate) use harness::StopOnDrop;
 pub use harness::{Harness, Runner};
 
 #[cfg(feature = "tcp")]

@@ -155,7 +155,7 @@ impl Reader {
     }
 }
 
-/// Mutants seen to fail: no check after the copy, an even stamp while rewriting.
+/// Mutant seen to fail: an even stamp while rewriting.
 #[test]
 fn an_owner_killed_while_it_rewrites_serves_no_mixed_bytes() {
     let dir = tempfile::tempdir().unwrap();

@@ -76,8 +76,8 @@ impl Half {
     }
 }
 
-/// Mutant seen to fail: `kill` that does not take the receive lock, with a receiver that ignores
-/// `dead`.
+/// Mutants seen to fail: `cancel` that ends the plan and leaves its lane reading ("a byte of the old
+/// read"), `kill` that leaves a reply on the lane.
 #[test]
 fn a_cancelled_read_writes_nothing_any_more() {
     for threaded in [false, true] {
