@@ -50,6 +50,11 @@ impl Member {
         if expelled.done {
             failpoint!("expel.mark.after");
             expelled.fills = quarantine_fills(me, id.0);
+            #[cfg(not(ucm_loom))]
+            crate::group::clear(&me.control.region, id.0, true);
+            // Others may wait for it to open a group.
+            #[cfg(not(ucm_loom))]
+            crate::group::ring_all(&me.control.region, true);
             me.count(|c| &c.expelled, u64::from(now.is_ok()));
         }
         expelled
@@ -62,6 +67,8 @@ pub(crate) fn finish_expulsions(me: &MemberInner) {
         let word = MemberWord(record.word.load(Ordering::SeqCst));
         if word.state() == MemberState::Expelled && seat != me.index {
             quarantine_fills(me, seat);
+            #[cfg(not(ucm_loom))]
+            crate::group::clear(&me.control.region, seat, true);
         }
     }
 }

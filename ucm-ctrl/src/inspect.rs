@@ -148,6 +148,20 @@ pub struct PoolInspection {
     pub longest_bucket: usize,
 }
 
+/// Group votes at one moment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GroupsInspection {
+    /// Records there are: more groups have to wait.
+    pub records: u64,
+    /// Groups that some of their members have not voted in.
+    pub open: u64,
+    /// Decided groups that some of their members have not taken note of.
+    pub decided: u64,
+    /// Age of the oldest of both in milliseconds, 0 without one.
+    pub oldest_ms: u64,
+}
+
 /// The whole region at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -156,6 +170,8 @@ pub struct Inspection {
     pub pools: Vec<PoolInspection>,
     /// Member records in use.
     pub members: Vec<MemberInspection>,
+    /// Group votes.
+    pub groups: GroupsInspection,
     /// Event counts.
     pub statistics: Statistics,
     /// Contradictions found; empty on a healthy cache at rest.
@@ -212,6 +228,8 @@ impl Control {
                 });
             }
         }
+        #[cfg(not(ucm_loom))]
+        walk_groups(self, &mut out.groups, &mut problems);
         out.problems = problems.into_texts();
         out
     }
@@ -263,6 +281,33 @@ fn inspect_member(record: &MemberRecord, index: u8) -> MemberInspection {
         incarnation: BlockId::from_halves(half(0), half(1)).0,
         pins: 0,
         filling: 0,
+    }
+}
+
+#[cfg(not(ucm_loom))]
+fn walk_groups(control: &Control, out: &mut GroupsInspection, problems: &mut Problems) {
+    use crate::group::GroupState;
+    let (region, now) = (&control.region, crate::clock_ms());
+    for (index, record) in region.groups().iter().enumerate() {
+        out.records += 1;
+        match record.load().state() {
+            GroupState::Free | GroupState::Opening => continue,
+            GroupState::Open => out.open += 1,
+            GroupState::Committed | GroupState::Aborted => out.decided += 1,
+            GroupState::Invalid => {
+                problems.add(|| format!("group record {index} is in an impossible state"));
+                continue;
+            }
+        }
+        let age = now.saturating_sub(record.since_ms.load(Ordering::Relaxed));
+        out.oldest_ms = out.oldest_ms.max(age);
+        for seat in record.holders().iter() {
+            let word = region.member(seat).map_or(0, |m| m.word.load(Ordering::SeqCst));
+            if MemberWord(word).state() == MemberState::Free {
+                problems
+                    .add(|| format!("group record {index} waits for member {seat}, which is gone"));
+            }
+        }
     }
 }
 

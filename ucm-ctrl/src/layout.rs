@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// Version of everything in this file. A member of another version is refused at attach.
-pub const LAYOUT_VERSION: u32 = 1;
+pub const LAYOUT_VERSION: u32 = 2;
 /// "UCMCTRL\x01", written last at creation.
 #[cfg(not(ucm_loom))]
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"UCMCTRL\x01");
@@ -17,6 +17,9 @@ pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"UCMCTRL\x01");
 pub const MAX_MEMBERS: usize = if cfg!(ucm_loom) { 4 } else { 128 };
 /// Most pools of one region.
 pub const MAX_POOLS: usize = 8;
+/// Most groups that may be undecided, or not yet let go of, at once.
+#[cfg(not(ucm_loom))]
+pub(crate) const MAX_GROUPS: usize = 256;
 /// Entries of a bucket; a model has a single one, so that chains are part of it.
 pub(crate) const ENTRIES: usize = if cfg!(ucm_loom) { 1 } else { 6 };
 
@@ -31,6 +34,12 @@ pub(crate) const LAYOUT_MEMBERS: u32 = 128;
 pub(crate) const MEMBER_BYTES: usize = 512;
 #[cfg(not(ucm_loom))]
 pub(crate) const LEASE_BYTES: usize = 32;
+#[cfg(not(ucm_loom))]
+pub(crate) const LAYOUT_GROUPS: u32 = 256;
+#[cfg(not(ucm_loom))]
+pub(crate) const GROUP_BYTES: usize = 128;
+#[cfg(not(ucm_loom))]
+pub(crate) const GROUP_HOT_BYTES: usize = 64;
 #[cfg(not(ucm_loom))]
 pub(crate) const POOL_BYTES: usize = 256;
 #[cfg(not(ucm_loom))]
@@ -64,7 +73,8 @@ pub(crate) struct Header {
     pub(crate) pools: AtomicU32,
     pub(crate) members: AtomicU32,
     pub(crate) leases: AtomicU32,
-    _pad: [AtomicU32; 3],
+    pub(crate) groups: AtomicU32,
+    _pad: [AtomicU32; 2],
     pub(crate) pool: [PoolHeader; MAX_POOLS],
 }
 
@@ -119,7 +129,8 @@ pub(crate) struct MemberRecord {
     pub(crate) doorbell: Line<EventWord>,
     pub(crate) lease_bell: Line<EventWord>,
     pub(crate) counters: Counters,
-    _tail: Pad<8>,
+    /// Rung when a group that the member belongs to is opened or decided.
+    pub(crate) group_bell: Line<EventWord>,
 }
 
 /// A value alone on its cache line.
@@ -139,6 +150,35 @@ pub(crate) struct LeaseRecord {
     pub(crate) slots: AtomicU32,
     pub(crate) consumers: AtomicU32,
     _reserved: AtomicU64,
+}
+
+/// The votes of one group of members.
+#[cfg(not(ucm_loom))]
+#[derive(Debug, Default)]
+#[repr(C, align(64))]
+pub(crate) struct GroupRecord {
+    /// Bits 0..8 state, 8..16 who opened it, 16 lasting, 32..64 generation.
+    pub(crate) word: AtomicU64,
+    /// Names the group; constant while the record is not free, as are `members` and `since_ms`.
+    pub(crate) id: [AtomicU64; 2],
+    /// Seats of its members.
+    pub(crate) members: [AtomicU64; 2],
+    /// Seats that have voted for it, each its own bit.
+    pub(crate) ready: [AtomicU64; 2],
+    /// Seats that have not taken note of the decision, each its own bit.
+    pub(crate) holders: [AtomicU64; 2],
+    /// When it was opened, milliseconds of the monotonic clock; for inspection.
+    pub(crate) since_ms: AtomicU64,
+    _reserved: Pad<6>,
+}
+
+/// What the group records have in common.
+#[cfg(not(ucm_loom))]
+#[derive(Debug, Default)]
+#[repr(C)]
+pub(crate) struct GroupHot {
+    /// 1 while a member waits for a free record.
+    pub(crate) full: Line<AtomicU32>,
 }
 
 /// Words of a pool that change often, each on its own line.
@@ -202,7 +242,10 @@ const _: () = {
     assert!(offset_of!(MemberRecord, doorbell) == 64);
     assert!(offset_of!(MemberRecord, lease_bell) == 128);
     assert!(offset_of!(MemberRecord, counters) == 192);
+    assert!(offset_of!(MemberRecord, group_bell) == 448);
     assert!(size_of::<LeaseRecord>() == LEASE_BYTES);
+    assert!(size_of::<GroupRecord>() == GROUP_BYTES && offset_of!(GroupRecord, since_ms) == 72);
+    assert!(size_of::<GroupHot>() == GROUP_HOT_BYTES && LAYOUT_GROUPS as usize == MAX_GROUPS);
     assert!(size_of::<PoolHot>() == POOL_BYTES);
     assert!(size_of::<Bucket>() == BUCKET_BYTES && offset_of!(Bucket, entries) == 16);
     assert!(size_of::<Slot>() == SLOT_BYTES);

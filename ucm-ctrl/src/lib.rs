@@ -42,6 +42,8 @@ pub mod failpoint;
 mod fork;
 mod freemap;
 mod geometry;
+#[cfg(not(ucm_loom))]
+mod group;
 mod handles;
 mod inspect;
 mod key;
@@ -57,6 +59,8 @@ mod reap;
 mod region;
 mod slot;
 pub mod sync;
+#[cfg(not(ucm_loom))]
+mod teller;
 #[cfg(all(any(test, feature = "testing"), not(ucm_loom)))]
 pub mod testing;
 
@@ -72,7 +76,7 @@ pub use error::{CtrlError, ErrorKind};
 pub use expel::Expelled;
 pub use geometry::{Geometry, MAX_SLOTS, PoolGeometry};
 pub use handles::{Fill, FillState, IoToken, Pin, PublishError, WaitAny, WaitOutcome, Waiter};
-pub use inspect::{Inspection, MemberInspection, PoolInspection, Statistics};
+pub use inspect::{GroupsInspection, Inspection, MemberInspection, PoolInspection, Statistics};
 pub use key::{BlockId, Identity, Key, Namespace, ParallelAxis};
 pub use layout::{LAYOUT_VERSION, MAX_MEMBERS, MAX_POOLS};
 #[cfg(not(ucm_loom))]
@@ -84,6 +88,8 @@ pub use member::{Doorbell, Member, MemberSpec, MemberState, Role};
 pub use pool::{Acquired, Pool, PoolId, Prealloc, Removal, SlotId};
 pub use reap::Reaped;
 pub use slot::{FailKind, Phase};
+#[cfg(not(ucm_loom))]
+pub use teller::{GroupDecided, GroupVote, MemberStay};
 
 /// Milliseconds of the system-wide monotonic clock: the same in all processes of the machine.
 #[cfg(not(ucm_loom))]

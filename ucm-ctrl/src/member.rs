@@ -68,7 +68,7 @@ pub enum MemberState {
     Free = 0,
     /// In use.
     Joined = 1,
-    /// Its holder died; the named member clears up.
+    /// Its holder died, or is leaving; the named member, perhaps itself, clears up.
     Reaping = 2,
     /// Taken; its holder is still writing who it is.
     Joining = 3,
@@ -144,6 +144,8 @@ pub(crate) struct MemberInner {
     pub(crate) reaping: std::sync::Mutex<()>,
     #[cfg(not(ucm_loom))]
     pub(crate) keeper: OnceLock<crate::lease::Keeper>,
+    #[cfg(not(ucm_loom))]
+    pub(crate) teller: OnceLock<crate::teller::Teller>,
     /// Dropped last, after the record was given back.
     guard: OnceLock<Box<dyn std::any::Any + Send + Sync>>,
 }
@@ -252,6 +254,8 @@ fn introduce(
         reaping: std::sync::Mutex::new(()),
         #[cfg(not(ucm_loom))]
         keeper: OnceLock::new(),
+        #[cfg(not(ucm_loom))]
+        teller: OnceLock::new(),
         guard: OnceLock::new(),
     };
     #[cfg(not(ucm_loom))]
@@ -615,30 +619,50 @@ impl Drop for MemberInner {
         {
             keeper.end_all(self);
         }
+        #[cfg(not(ucm_loom))]
+        if let Some(teller) = self.teller.take()
+            && self.control.region.is_ours()
+        {
+            teller.end_all(self);
+        }
         // A forked child has no such thread.
         #[cfg(not(ucm_loom))]
         if self.control.region.is_ours() {
             self.end_reminder();
         }
-        // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
-        // seat next clears up first.
         failpoint!("leave.word.before");
-        if !self.may_write() || !self.retry_leftovers() {
+        let Some(record) = self.control.region.member(self.index) else { return };
+        // From here on nobody counts on this member; if it dies, whoever reaps it goes on.
+        let leaving = MemberWord::with(MemberState::Reaping, self.index, self.generation);
+        let from = |state| MemberWord::with(state, 0, self.generation);
+        let left = self.may_write()
+            && [MemberState::Joined, MemberState::Expelled].map(from).iter().any(|mine| {
+                let word = &record.word;
+                word.compare_exchange(mine.0, leaving.0, Ordering::SeqCst, Ordering::Relaxed)
+                    .is_ok()
+            });
+        // If not, somebody has cleared up after this member, and the record is not its own.
+        if !left {
             return;
         }
-        if let Some(record) = self.control.region.member(self.index) {
-            let free = MemberWord::with(MemberState::Free, 0, self.generation);
-            // Fails when somebody has cleared up after this member; then the record is not ours.
-            let states = [MemberState::Joined, MemberState::Expelled];
-            for mine in states.map(|state| MemberWord::with(state, 0, self.generation)) {
-                let _ = record.word.compare_exchange(
-                    mine.0,
-                    free.0,
-                    Ordering::SeqCst,
-                    Ordering::Relaxed,
-                );
-            }
-            failpoint!("leave.word.after");
+        failpoint!("leave.gone.after");
+        // Groups that wait for its vote are off; so are those that wait for it to open them.
+        #[cfg(not(ucm_loom))]
+        {
+            crate::group::clear(&self.control.region, self.index, false);
+            crate::group::ring_all(&self.control.region, false);
         }
+        // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
+        // seat next clears up first.
+        if !self.retry_leftovers() {
+            return;
+        }
+        let _ = record.word.compare_exchange(
+            leaving.0,
+            from(MemberState::Free).0,
+            Ordering::SeqCst,
+            Ordering::Relaxed,
+        );
+        failpoint!("leave.word.after");
     }
 }

@@ -73,6 +73,8 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
         | MemberState::Joining
         | MemberState::Expelled
         | MemberState::Invalid => true,
+        // Its own reaper was leaving.
+        MemberState::Reaping if word.reaper() == id.0 => true,
         MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
         MemberState::Free => false,
     };
@@ -94,6 +96,8 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
         me.count(|c| &c.deaths, u64::from(done));
         reaped.done |= done && seat.index == id.0;
     }
+    #[cfg(not(ucm_loom))]
+    crate::group::ring_all(&me.control.region, true);
     finish_expulsions(me);
     me.retry_leftovers();
     me.count(|c| &c.slots_recovered, reaped.slots);
@@ -161,6 +165,8 @@ fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
         crate::lease::free_records_of(&me.control, dead);
         failpoint!("reap.leases.after");
         crate::lease::ring_all_bells(&me.control);
+        crate::group::clear(&me.control.region, dead, false);
+        failpoint!("reap.groups.after");
     }
 }
 

@@ -7,6 +7,7 @@
 
 mod drain;
 mod expel;
+mod group;
 mod hostile;
 mod joining;
 mod kit;

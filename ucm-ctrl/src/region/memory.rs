@@ -21,8 +21,9 @@ use crate::{
     geometry::free_map_words,
     key::Hasher,
     layout::{
-        Bucket, HEADER_BYTES, Header, LAYOUT_HEADER_BYTES, LAYOUT_MEMBERS, LAYOUT_VERSION,
-        LeaseRecord, MAGIC, MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot,
+        Bucket, GroupHot, GroupRecord, HEADER_BYTES, Header, LAYOUT_GROUPS, LAYOUT_HEADER_BYTES,
+        LAYOUT_MEMBERS, LAYOUT_VERSION, LeaseRecord, MAGIC, MAX_GROUPS, MAX_MEMBERS, MAX_POOLS,
+        MemberRecord, Slot,
     },
 };
 
@@ -115,6 +116,7 @@ impl Region {
             .store(u32::try_from(geometry.pools.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
         header.members.store(LAYOUT_MEMBERS, Ordering::Relaxed);
         header.leases.store(geometry.leases, Ordering::Relaxed);
+        header.groups.store(LAYOUT_GROUPS, Ordering::Relaxed);
         for (to, from) in header.pool.iter().zip(&geometry.pools) {
             to.slots.store(from.slots, Ordering::Relaxed);
             to.reserved.store(from.reserved, Ordering::Relaxed);
@@ -149,7 +151,14 @@ impl Region {
         let mut region = Self {
             base,
             backing: Backing::Map { len, fd },
-            layout: RegionLayout { members: 0, leases: 0, pools: Vec::new(), total: len },
+            layout: RegionLayout {
+                members: 0,
+                leases: 0,
+                group_hot: 0,
+                groups: 0,
+                pools: Vec::new(),
+                total: len,
+            },
             pools: Vec::new(),
             geometry: Geometry { pools: Vec::new(), leases: 0 },
             hasher: Hasher { seed: (0, 0), mask: u64::MAX },
@@ -168,7 +177,10 @@ impl Region {
         }
         let geometry = read_geometry(header)?;
         let layout = RegionLayout::of(&geometry)?;
-        if layout.total != len || header.members.load(Ordering::Relaxed) != LAYOUT_MEMBERS {
+        if layout.total != len
+            || header.members.load(Ordering::Relaxed) != LAYOUT_MEMBERS
+            || header.groups.load(Ordering::Relaxed) != LAYOUT_GROUPS
+        {
             return Err(CtrlError::Corrupt(format!(
                 "the region has {len} bytes, its geometry needs {}",
                 layout.total
@@ -247,6 +259,28 @@ impl Region {
         let start = unsafe { self.base.add(self.layout.leases) };
         // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
         unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), self.geometry.leases as usize) }
+    }
+
+    /// As [`members`](Self::members).
+    pub(crate) fn groups(&self) -> &[GroupRecord] {
+        if !self.is_ours() {
+            return &[];
+        }
+        // SAFETY: the group table of this layout, which lies inside the region.
+        let start = unsafe { self.base.add(self.layout.groups) };
+        // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
+        unsafe { std::slice::from_raw_parts(start.cast().as_ptr(), MAX_GROUPS) }
+    }
+
+    /// As [`members`](Self::members).
+    pub(crate) fn group_hot(&self) -> Option<&GroupHot> {
+        if !self.is_ours() {
+            return None;
+        }
+        // SAFETY: the groups' hot line of this layout, which lies inside the region.
+        let start = unsafe { self.base.add(self.layout.group_hot) };
+        // SAFETY: aligned, atomics only, zero is a valid value; mapped while `self` lives.
+        Some(unsafe { start.cast().as_ref() })
     }
 
     /// All of the region as words, for a test that writes nonsense.

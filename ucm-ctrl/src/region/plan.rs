@@ -7,7 +7,8 @@ use crate::{
     CtrlError, Geometry,
     geometry::free_map_words,
     layout::{
-        BUCKET_BYTES, HEADER_BYTES, LEASE_BYTES, MAX_MEMBERS, MEMBER_BYTES, POOL_BYTES, SLOT_BYTES,
+        BUCKET_BYTES, GROUP_BYTES, GROUP_HOT_BYTES, HEADER_BYTES, LEASE_BYTES, MAX_GROUPS,
+        MAX_MEMBERS, MEMBER_BYTES, POOL_BYTES, SLOT_BYTES,
     },
 };
 
@@ -27,6 +28,8 @@ pub(crate) struct PoolLayout {
 pub(crate) struct RegionLayout {
     pub(crate) members: usize,
     pub(crate) leases: usize,
+    pub(crate) group_hot: usize,
+    pub(crate) groups: usize,
     pub(crate) pools: Vec<PoolLayout>,
     pub(crate) total: usize,
 }
@@ -47,6 +50,8 @@ impl RegionLayout {
         let mut at = Cursor(HEADER_BYTES);
         let members = at.take(MAX_MEMBERS, MEMBER_BYTES)?;
         let leases = at.take(geometry.leases as usize, LEASE_BYTES)?;
+        let group_hot = at.take(1, GROUP_HOT_BYTES)?;
+        let groups = at.take(MAX_GROUPS, GROUP_BYTES)?;
         let mut pools = Vec::with_capacity(geometry.pools.len());
         for pool in &geometry.pools {
             let free = |slots| free_map_words(slots).iter().sum::<usize>();
@@ -60,7 +65,7 @@ impl RegionLayout {
             });
         }
         let total = at.take(0, 1)?.next_multiple_of(4096);
-        Ok(Self { members, leases, pools, total })
+        Ok(Self { members, leases, group_hot, groups, pools, total })
     }
 }
 

@@ -7,9 +7,9 @@
 use std::time::{Duration, Instant};
 
 use crate::{
-    Acquired, BlockId, Control, CtrlError, FailKind, Fill, Geometry, IoToken, Key, Lease,
-    LeaseOutcome, LeaseTicket, Member, MemberId, MemberSpec, Pin, Pool, PoolGeometry, PoolId,
-    Presence, PublishError, Statistics, Waiter, sync::Ordering,
+    Acquired, BlockId, Control, CtrlError, FailKind, Fill, Geometry, GroupVote, IoToken, Key,
+    Lease, LeaseOutcome, LeaseTicket, Member, MemberId, MemberSpec, Pin, Pool, PoolGeometry,
+    PoolId, Presence, PublishError, Statistics, Waiter, sync::Ordering,
 };
 
 /// Longest wait for a fill.
@@ -187,9 +187,26 @@ impl Scene {
             28 => member.interrupt(),
             29 => member.end_interrupt(),
             30 => return Some(self.control.join(MemberSpec::scheduler()).map(drop)),
-            _ => drop(self.control.incarnation(MemberId(script.byte()?))),
+            _ => {
+                let byte = script.byte()?;
+                if byte < 128 {
+                    let _ = self.control.incarnation(MemberId(byte));
+                } else {
+                    return Some(self.vote(byte, member));
+                }
+            }
         }
         Some(Ok(()))
+    }
+
+    fn vote(&self, byte: u8, member: &Member) -> Result<(), CtrlError> {
+        let (group, lasting, ready) = ([byte >> 2 & 3; 16], byte & 1 != 0, byte & 2 != 0);
+        if byte & 64 != 0 {
+            member.withdraw(group, lasting);
+            return Ok(());
+        }
+        let roster = self.members.iter().map(Member::stay).collect();
+        member.vote(GroupVote { group, lasting, roster, ready }, Box::new(drop))
     }
 
     fn keep(&mut self, acquired: Acquired) {

@@ -13,8 +13,8 @@ use std::{
 };
 
 use ucm_ctrl::{
-    Acquired, Control, CtrlError, ErrorKind, FailKind, Fill, Key, Lease, LeaseOutcome, Member,
-    MemberId, MemberSpec, Pin, Pool, PublishError, WaitOutcome, WeakMember,
+    Acquired, Control, CtrlError, ErrorKind, FailKind, Fill, GroupVote, Key, Lease, LeaseOutcome,
+    Member, MemberId, MemberSpec, Pin, Pool, PublishError, WaitOutcome, WeakMember,
 };
 
 use super::KEYS;
@@ -42,6 +42,16 @@ struct Worker {
     random: Random,
     pins: Vec<(Pin, Key)>,
     leases: Vec<Lease>,
+    groups: u64,
+    votes: Option<Votes>,
+}
+
+/// Votes that are out: who else has voted, how they are told, how many, and what.
+struct Votes {
+    _guest: Option<Member>,
+    told: mpsc::Receiver<bool>,
+    left: u64,
+    expected: bool,
 }
 
 /// Works until the input is closed.
@@ -56,7 +66,9 @@ pub(crate) fn child(control: &Control, memory: &str, seed: u64) {
     let random = Random(seed | 1);
     let (pins, leases) = (Vec::new(), Vec::new());
     let control = control.clone();
-    let mut worker = Worker { control, member, pool, keys, memory, random, pins, leases };
+    let (groups, votes) = (0, None);
+    let mut worker =
+        Worker { control, member, pool, keys, memory, random, pins, leases, groups, votes };
     loop {
         match orders.try_recv() {
             Ok(Order::Pause) => {
@@ -103,6 +115,13 @@ impl Worker {
     fn let_go(&mut self) {
         self.pins.clear();
         self.leases.drain(..).for_each(Lease::release);
+        while let Some(votes) = &self.votes {
+            // The sender is gone only with the votes.
+            let commit = votes.told.recv_timeout(crate::WATCHDOG).unwrap();
+            if self.told(commit).is_err() {
+                self.votes = None;
+            }
+        }
     }
 
     fn step(&mut self) -> Result<(), CtrlError> {
@@ -116,6 +135,13 @@ impl Worker {
                 // A guest on another seat: joins, looks, and leaves.
                 let guest = self.control.join(MemberSpec::scheduler())?;
                 guest.pool(self.pool.id())?.prefix_lookup(&[key])?;
+            }
+            8 if self.votes.is_none() => self.group()?,
+            8 => {
+                // Others may have died with all the records: this waits for nobody.
+                let told =
+                    self.votes.as_ref().map(|votes| votes.told.try_iter().collect::<Vec<_>>());
+                told.into_iter().flatten().try_for_each(|commit| self.told(commit))?;
             }
             _ => {}
         }
@@ -169,6 +195,52 @@ impl Worker {
                 }
                 Err(PublishError::IoInFlight(_)) => panic!("no token lives"),
             },
+        }
+        Ok(())
+    }
+
+    /// Votes with a guest of this process, now and then in more groups than there are records.
+    fn group(&mut self) -> Result<(), CtrlError> {
+        let guest = self.control.join(MemberSpec::rank(0, 8))?;
+        let flood = self.random.below(16) == 0;
+        let (send, told) = mpsc::channel();
+        let vote = |member: &Member, nth: u64, ready: bool| {
+            let name = (self.groups + nth) << 8 | u64::from(self.member.id().0);
+            let group = (u128::from(name) << 64 | u128::from(std::process::id())).to_le_bytes();
+            let roster = vec![self.member.stay(), guest.stay()];
+            let send = send.clone();
+            let decided = Box::new(move |commit| {
+                let _ = send.send(commit);
+            });
+            member.vote(GroupVote { group, lasting: nth.is_multiple_of(2), roster, ready }, decided)
+        };
+        let (votes, expected) = if flood {
+            (0..260).try_for_each(|nth| vote(&self.member, nth, true))?;
+            (260, false)
+        } else {
+            let ready = [(); 2].map(|()| self.random.below(8) != 0);
+            let expected = ready == [true; 2];
+            vote(&self.member, 0, ready[0])?;
+            vote(&guest, 0, ready[1])?;
+            (2, expected)
+        };
+        self.groups += votes;
+        // In a flood it leaves without a vote.
+        let guest = (!flood).then_some(guest);
+        self.votes = Some(Votes { _guest: guest, told, left: votes, expected });
+        Ok(())
+    }
+
+    fn told(&mut self, commit: bool) -> Result<(), CtrlError> {
+        let Some(votes) = &mut self.votes else { return Ok(()) };
+        votes.left -= 1;
+        if commit != votes.expected {
+            // Only a member that was declared gone is told less than the truth.
+            self.member.redeem(ucm_ctrl::LeaseTicket::from_u64(0))?;
+            panic!("told {commit}, not {}", votes.expected);
+        }
+        if votes.left == 0 {
+            self.votes = None;
         }
         Ok(())
     }

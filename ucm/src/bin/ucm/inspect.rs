@@ -39,9 +39,14 @@ fn document(inspection: &Inspection) -> Value {
         .into_iter()
         .map(|(name, value)| (name.to_owned(), value.into()))
         .collect();
+    let groups = &inspection.groups;
     json!({
         "pools": pools.collect::<Vec<_>>(),
         "members": members.collect::<Vec<_>>(),
+        "groups": {
+            "records": groups.records, "open": groups.open, "decided": groups.decided,
+            "oldest_ms": groups.oldest_ms,
+        },
         "statistics": statistics,
         "problems": inspection.problems,
     })
@@ -94,6 +99,12 @@ fn text(config: &Config, inspected: &Inspected) -> String {
             if member.index == inspected.observer { "  (this command)" } else { "" }
         );
     }
+    let groups = &inspection.groups;
+    let _ = writeln!(
+        out,
+        "\ngroup commits: open {}  decided, not noted by all {}  of {}  oldest {} ms",
+        groups.open, groups.decided, groups.records, groups.oldest_ms
+    );
     let _ = writeln!(out, "\nevents since creation");
     for (name, value) in inspection.statistics.list() {
         let _ = writeln!(out, "  {name:<20} {value:>14}");
