@@ -261,6 +261,25 @@ impl PoolTables {
             .is_some()
     }
 
+    /// Unlinks a slot that another member owns and may give back at any moment, as long as its word is
+    /// `word`: no later, because it may be another key's then.
+    pub(crate) fn vacate_while(
+        &self,
+        member: &MemberInner,
+        hasher: Hasher,
+        index: u32,
+        word: SlotWord,
+    ) {
+        // Read before the word is looked at again, so it is the bucket of that word's key. Its owner
+        // needs the lock before it can free the slot.
+        if let Some(slot) = self.slot(index)
+            && let Some(bucket) = self.lock(member, slot.key(hasher).hashed, Patience::Brief)
+            && slot.load() == word
+        {
+            bucket.remove(index);
+        }
+    }
+
     /// Gives a slot that is the member's alone, and linked nowhere, back to the free ones.
     pub(crate) fn release(&self, member: &MemberInner, index: u32) {
         if let Some(slot) = self.slot(index) {

@@ -4,15 +4,17 @@
 //! quarantine, where they stay until they end in its own process or that process ends. Its pins,
 //! locks and half-done evictions stay with it as well.
 //!
-//! **Invariant:** once [`Member::expel`] has returned, no fill that the member had begun can become
-//! ready, and the member can begin none.
+//! The member may end at any moment of it, be cleared up after, and another may sit down in its seat:
+//! only what is found while the record names the expelled stay is touched.
+//!
+//! **Invariant:** once [`Member::expel`] has returned, no fill of the member can become ready. (A call
+//! that had looked at the record before may still take a key: it fails as the owner's death does.)
 
 use crate::{
     FailKind, Member, MemberId,
-    bucket::Patience,
     failpoint::failpoint,
     handles::announce_anyway,
-    layout::{MAX_MEMBERS, MAX_POOLS},
+    layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord},
     member::{MemberInner, MemberState, MemberWord},
     slot::Phase,
     sync::Ordering,
@@ -49,9 +51,9 @@ impl Member {
         expelled.done = now.is_ok() || now == Err(marked.0);
         if expelled.done {
             failpoint!("expel.mark.after");
-            expelled.fills = quarantine_fills(me, id.0);
+            expelled.fills = quarantine_fills(me, id.0, record, marked);
             #[cfg(not(ucm_loom))]
-            crate::group::clear(&me.control.region, id.0, true);
+            take_out_of_groups(me, id.0, record, marked);
             // Others may wait for it to open a group.
             #[cfg(not(ucm_loom))]
             crate::group::ring_all(&me.control.region, true);
@@ -66,14 +68,28 @@ pub(crate) fn finish_expulsions(me: &MemberInner) {
     for (seat, record) in (0..).zip(me.control.region.members()).take(MAX_MEMBERS) {
         let word = MemberWord(record.word.load(Ordering::SeqCst));
         if word.state() == MemberState::Expelled && seat != me.index {
-            quarantine_fills(me, seat);
+            quarantine_fills(me, seat, record, word);
             #[cfg(not(ucm_loom))]
-            crate::group::clear(&me.control.region, seat, true);
+            take_out_of_groups(me, seat, record, word);
         }
     }
 }
 
-fn quarantine_fills(me: &MemberInner, gone: u8) -> u64 {
+#[cfg(not(ucm_loom))]
+fn take_out_of_groups(me: &MemberInner, gone: u8, record: &MemberRecord, marked: MemberWord) {
+    // If it has ended meanwhile, its reaper has done so, and the seat may be another's.
+    if record.word.load(Ordering::SeqCst) == marked.0 {
+        crate::group::clear(&me.control.region, gone, true);
+    }
+}
+
+/// `marked` is the record's word while it names the expelled stay.
+pub(crate) fn quarantine_fills(
+    me: &MemberInner,
+    gone: u8,
+    record: &MemberRecord,
+    marked: MemberWord,
+) -> u64 {
     let region = &me.control.region;
     let mut fills = 0;
     for tables in (0..MAX_POOLS).filter_map(|pool| region.pool(pool)) {
@@ -82,6 +98,10 @@ fn quarantine_fills(me: &MemberInner, gone: u8) -> u64 {
             if word.phase() != Phase::Filling || word.owner() != Some(gone) {
                 continue;
             }
+            // After the slot: if the record is still the same, the fill is of that stay.
+            if record.word.load(Ordering::SeqCst) != marked.0 {
+                return fills;
+            }
             let draining = word.failed_as(FailKind::OwnerDied).to(Phase::Draining, Some(gone));
             if slot.change(word, draining) {
                 failpoint!("expel.slot.after");
@@ -89,7 +109,7 @@ fn quarantine_fills(me: &MemberInner, gone: u8) -> u64 {
                 announce_anyway(region, slot);
                 failpoint!("expel.tell.after");
                 // Should that not be possible now, the end of the quarantine does it.
-                tables.vacate(me, region.hasher(), index, Patience::Brief);
+                tables.vacate_while(me, region.hasher(), index, draining);
                 failpoint!("expel.unlink.after");
             }
         }

@@ -71,3 +71,63 @@ mod imp {
 }
 
 pub(crate) use imp::{current, is_still};
+
+#[cfg(all(test, not(ucm_loom)))]
+mod tests {
+    use std::{
+        panic::{AssertUnwindSafe, catch_unwind},
+        sync::mpsc,
+        thread,
+    };
+
+    use crate::{
+        Acquired, BlockId, Control, FailKind, Geometry, Key, MemberSpec, Phase, PoolId,
+        bucket::Patience,
+    };
+
+    /// Regression: the child's copy of a member detached the thread that has the number of the parent's
+    /// `ucm-leftovers` in the child: one of its own.
+    #[test]
+    fn d9_a_childs_copy_of_a_member_leaves_the_childs_threads_alone() {
+        let control = Control::private(&Geometry::single(1, 0, 1, 4096)).unwrap();
+        let pool = || control.join(MemberSpec::rank(0, 1)).unwrap().pool(PoolId(0)).unwrap();
+        let (stopped, resting) = (pool(), pool());
+        let key = Key::new(BlockId::from_halves(1, 2), 0);
+        let Acquired::Owner(fill) = resting.acquire(&key).unwrap() else { panic!() };
+        let tables = control.region.pool(0).unwrap();
+        let held = tables.lock(&stopped.member, resting.raw(&key).hashed, Patience::Brief);
+        let token = fill.start_io();
+        fill.abandon_draining(FailKind::Io);
+        drop(token);
+        assert!(resting.member.has_leftovers());
+        // SAFETY: the child starts threads, which works after fork with this libc, drops its copies
+        // and ends with `_exit`.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends the child should it hang.
+            unsafe { libc::alarm(60) };
+            let (goes_on, waits) = mpsc::channel::<()>();
+            let waits = std::sync::Arc::new(std::sync::Mutex::new(waits));
+            let threads = Vec::from_iter((0..8).map(|_| {
+                let waits = waits.clone();
+                thread::spawn(move || drop(waits.lock().map(|waits| waits.recv())))
+            }));
+            drop(resting);
+            drop(goes_on);
+            let all = || threads.into_iter().all(|thread| thread.join().is_ok());
+            let joined = catch_unwind(AssertUnwindSafe(all));
+            // SAFETY: ends the child without running anything of its parent.
+            unsafe { libc::_exit(i32::from(!matches!(joined, Ok(true)))) };
+        }
+        let mut status = 0;
+        // SAFETY: waits for the child made above, with a valid pointer.
+        unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!(status, 0);
+        drop(held);
+        // By this thread or by the one that tries again and again.
+        while !resting.member.retry_leftovers() {
+            thread::yield_now();
+        }
+        assert_eq!(tables.slots[0].load().phase(), Phase::Free);
+    }
+}

@@ -47,26 +47,30 @@ pub(crate) fn take(map: FreeMap<'_>, mut claim: impl FnMut(u32) -> bool) -> Opti
                     if claim(slot) {
                         w0.fetch_and(!(1 << b0), Ordering::SeqCst);
                         failpoint!("free.hint.after");
-                        tidy(w0, w1, b1);
-                        tidy(w1, w2, b2);
+                        tidy(w0, [(w1, b1), (w2, b2)]);
+                        tidy(w1, [(w2, b2)]);
                         return Some(slot);
                     }
                 }
-                tidy(w0, w1, b1);
+                tidy(w0, [(w1, b1), (w2, b2)]);
             }
-            tidy(w1, w2, b2);
+            tidy(w1, [(w2, b2)]);
         }
     }
     None
 }
 
-/// Clears a parent's bit when the child has become empty. Looks again afterwards: a bit set in
-/// between must not be lost.
-fn tidy(child: &AtomicU64, parent: &AtomicU64, bit: usize) {
+/// Clears the bit of the first of its `parents`, lowest first, when a child has become empty. Looks
+/// again afterwards: a bit set in between must not be lost. Nor must those above it: who set it saw
+/// them set, and another may have cleared them since, while the first was clear.
+fn tidy<const LEVELS: usize>(child: &AtomicU64, parents: [(&AtomicU64, usize); LEVELS]) {
+    let Some((parent, bit)) = parents.first() else { return };
     if child.load(Ordering::SeqCst) == 0 && parent.load(Ordering::SeqCst) & (1 << bit) != 0 {
         parent.fetch_and(!(1 << bit), Ordering::SeqCst);
         if child.load(Ordering::SeqCst) != 0 {
-            parent.fetch_or(1 << bit, Ordering::SeqCst);
+            for (parent, bit) in parents {
+                parent.fetch_or(1 << bit, Ordering::SeqCst);
+            }
         }
     }
 }

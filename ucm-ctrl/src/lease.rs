@@ -120,7 +120,7 @@ const LIVE: u64 = 1;
 
 /// Bits 0..8 state, 8..16 holder, 16..32 consumers left, 32..64 generation.
 #[derive(Clone, Copy)]
-struct LeaseWord(u64);
+pub(crate) struct LeaseWord(u64);
 
 impl LeaseWord {
     fn new(state: u64, holder: u8, left: u16, generation: u32) -> Self {
@@ -136,7 +136,7 @@ impl LeaseWord {
         self.0 & 0xff == LIVE
     }
 
-    fn holder(self) -> u8 {
+    pub(crate) fn holder(self) -> u8 {
         (self.0 >> 8).to_le_bytes()[0]
     }
 
@@ -275,9 +275,18 @@ pub(crate) fn ring_all_bells(control: &Control) {
 /// Frees the lease records of a dead member; its pins are removed with all others.
 pub(crate) fn free_records_of(control: &Control, holder: u8) {
     for record in control.region.leases() {
+        retire(record, |word| word.holder() == holder);
+    }
+}
+
+/// Ends a live lease, if it is the one that is meant. Consumers that are under way lose the race
+/// visibly: they get `Gone`.
+pub(crate) fn retire(record: &LeaseRecord, is_meant: impl Fn(LeaseWord) -> bool) {
+    loop {
         let word = record.load();
-        if word.is_live() && word.holder() == holder {
-            record.change(word, LeaseWord::new(FREE, 0, 0, word.generation()));
+        let ours = word.is_live() && is_meant(word);
+        if !ours || record.change(word, LeaseWord::new(FREE, 0, 0, word.generation())) {
+            return;
         }
     }
 }
@@ -405,15 +414,7 @@ fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
     }
     let region = &member.control.region;
     if let Some(record) = region.lease(ticket.index()) {
-        // Consumers that are under way lose the race visibly: they get `Gone`.
-        loop {
-            let word = record.load();
-            let free = LeaseWord::new(FREE, 0, 0, word.generation());
-            let ours = word.is_live() && word.generation() == ticket.generation();
-            if !ours || record.change(word, free) {
-                break;
-            }
-        }
+        retire(record, |word| word.generation() == ticket.generation());
     }
     failpoint!("unlease.record.after");
     if let Some(tables) = region.pool(usize::from(held.pool)) {

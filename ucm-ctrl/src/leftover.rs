@@ -65,9 +65,15 @@ impl MemberInner {
 
     /// For a member that leaves: no thread of it stays, and none is started again.
     #[cfg(not(ucm_loom))]
-    pub(crate) fn end_reminder(&self) {
+    pub(crate) fn end_reminder(&mut self) {
         self.reminded.store(1, Ordering::SeqCst);
-        self.join_reminder();
+        if self.control.region.is_ours() {
+            return self.join_reminder();
+        }
+        // The thread is the parent's; one of this child's own may have its number by now.
+        let thread = self.reminder.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        #[expect(clippy::mem_forget, reason = "neither join nor detach a thread of the parent")]
+        std::mem::forget(thread.take());
     }
 
     /// Waits for the end of a reminder that cannot reach this member any more, or has seen that there

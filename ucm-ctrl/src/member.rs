@@ -625,11 +625,8 @@ impl Drop for MemberInner {
         {
             teller.end_all(self);
         }
-        // A forked child has no such thread.
         #[cfg(not(ucm_loom))]
-        if self.control.region.is_ours() {
-            self.end_reminder();
-        }
+        self.end_reminder();
         failpoint!("leave.word.before");
         let Some(record) = self.control.region.member(self.index) else { return };
         // From here on nobody counts on this member; if it dies, whoever reaps it goes on.

@@ -67,22 +67,7 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
         return reaped;
     }
     let Some(record) = me.control.region.member(id.0) else { return reaped };
-    let word = MemberWord(record.word.load(Ordering::SeqCst));
-    let takeable = match word.state() {
-        MemberState::Joined
-        | MemberState::Joining
-        | MemberState::Expelled
-        | MemberState::Invalid => true,
-        // Its own reaper was leaving.
-        MemberState::Reaping if word.reaper() == id.0 => true,
-        MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
-        MemberState::Free => false,
-    };
-    if !takeable || generation.is_some_and(|g| g != word.generation()) {
-        return reaped;
-    }
-    failpoint!("reap.word.before");
-    let mut seats = Vec::from_iter(take(me, record, id.0, word));
+    let mut seats = Vec::from_iter(take_when_possible(me, record, id.0, generation));
     while let Some(seat) = seats.pop() {
         failpoint!("reap.word.after");
         me.count(|c| &c.recoveries, 1);
@@ -112,6 +97,41 @@ struct Seat<'a> {
     index: u8,
     record: &'a MemberRecord,
     word: MemberWord,
+}
+
+/// So often a word of a dead member is tried: others change it once or twice, unless they are hostile.
+const TRIES: u32 = 8;
+
+/// Enters oneself as the reaper of a stay; `None` when it is over, or somebody else is at it. An
+/// operator may expel the member in between: that is no reason to leave it to anybody else.
+fn take_when_possible<'a>(
+    me: &MemberInner,
+    record: &'a MemberRecord,
+    index: u8,
+    generation: Option<u32>,
+) -> Option<Seat<'a>> {
+    for _ in 0..TRIES {
+        let word = MemberWord(record.word.load(Ordering::SeqCst));
+        let takeable = match word.state() {
+            MemberState::Joined
+            | MemberState::Joining
+            | MemberState::Expelled
+            | MemberState::Invalid => true,
+            // Its own reaper was leaving.
+            MemberState::Reaping if word.reaper() == index => true,
+            MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
+            MemberState::Free => false,
+        };
+        if !takeable || generation.is_some_and(|g| g != word.generation()) {
+            return None;
+        }
+        failpoint!("reap.word.before");
+        let seat = take(me, record, index, word);
+        if seat.is_some() {
+            return seat;
+        }
+    }
+    None
 }
 
 /// Enters oneself as the reaper; `None` when somebody else was faster.
@@ -181,37 +201,14 @@ fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
 
 fn recover_slot(
     me: &MemberInner,
-    (pool, tables): (u8, &PoolTables),
+    pool: (u8, &PoolTables),
     index: u32,
     slot: &Slot,
     dead: u8,
     reaped: &mut Reaped,
 ) {
-    let word = slot.load();
-    if word.owner() == Some(dead) {
-        let recovered = match word.phase() {
-            Phase::Claimed | Phase::ClaimedReady => slot.change(word, word.unclaimed()),
-            // May be linked under its key, or under none. For a draining slot the caller's proof
-            // includes that the dead process can write no more.
-            Phase::Detached | Phase::Draining => {
-                let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
-                failpoint!("reap.take.after");
-                if taken {
-                    me.give_back(pool, index, Patience::Enough);
-                }
-                taken
-            }
-            // What is being filled is linked: its key is loadable again.
-            Phase::Filling => {
-                slot.change(word, word.failed_as(FailKind::OwnerDied).to(Phase::Failed, None))
-            }
-            _ => false,
-        };
-        failpoint!("reap.slot.after");
-        reaped.slots += u64::from(recovered);
-    } else if word.phase() == Phase::Free {
-        tables.hint_free(index);
-    }
+    // Somebody who expels the member may put a fill into quarantine in between.
+    let _ = (0..TRIES).any(|_| recover_word(me, pool, index, slot, dead, reaped));
     let (word_index, bit) = (usize::from(dead) / 64, 1_u64 << (dead % 64));
     if let Some(pins) = slot.pins.get(word_index)
         && pins.load(Ordering::SeqCst) & bit != 0
@@ -224,4 +221,43 @@ fn recover_slot(
         failpoint!("reap.pin.after");
         reaped.pins += 1;
     }
+}
+
+/// False when somebody else has changed the word of the dead member's slot in between.
+fn recover_word(
+    me: &MemberInner,
+    (pool, tables): (u8, &PoolTables),
+    index: u32,
+    slot: &Slot,
+    dead: u8,
+    reaped: &mut Reaped,
+) -> bool {
+    let word = slot.load();
+    if word.phase() == Phase::Free {
+        tables.hint_free(index);
+    }
+    if word.owner() != Some(dead) {
+        return true;
+    }
+    let recovered = match word.phase() {
+        Phase::Claimed | Phase::ClaimedReady => slot.change(word, word.unclaimed()),
+        // May be linked under its key, or under none. For a draining slot the caller's proof
+        // includes that the dead process can write no more.
+        Phase::Detached | Phase::Draining => {
+            let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
+            failpoint!("reap.take.after");
+            if taken {
+                me.give_back(pool, index, Patience::Enough);
+            }
+            taken
+        }
+        // What is being filled is linked: its key is loadable again.
+        Phase::Filling => {
+            slot.change(word, word.failed_as(FailKind::OwnerDied).to(Phase::Failed, None))
+        }
+        _ => return true,
+    };
+    failpoint!("reap.slot.after");
+    reaped.slots += u64::from(recovered);
+    recovered
 }

@@ -16,6 +16,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+mod expulsion;
+mod freeing;
 mod history;
 mod spec;
 
@@ -180,6 +182,10 @@ fn history(slots: u32) {
     });
     Vec::from_iter(members).into_iter().for_each(|member| member.join().unwrap());
     history.check();
+    assert_at_rest(&control);
+}
+
+fn assert_at_rest(control: &Control) {
     let seen = control.inspect();
     assert_eq!(seen.problems, Vec::<String>::new());
     let pool = &seen.pools[0];
@@ -193,13 +199,18 @@ fn histories() -> usize {
 }
 
 fn run(slots: u32) {
+    run_both(histories(), move || history(slots));
+}
+
+/// So many runs of each scheduler.
+fn run_both(times: usize, test: impl Fn() + Send + Sync + 'static) {
     let mut config = Config::new();
     config.max_steps = shuttle::MaxSteps::FailAfter(2_000_000);
     let mut runner = PortfolioRunner::new(true, config);
-    runner.add(RandomScheduler::new(histories()));
+    runner.add(RandomScheduler::new(times));
     // Few switches at the worst places (Burckhardt et al., 2010).
-    runner.add(PctScheduler::new(4, histories()));
-    runner.run(move || history(slots));
+    runner.add(PctScheduler::new(4, times));
+    runner.run(test);
 }
 
 #[test]

@@ -129,3 +129,22 @@ fn d1_a_half_done_expulsion_is_completed_by_the_reaper_of_its_caller() {
     drop((fill, gone));
     assert_at_rest(&control);
 }
+
+/// An operator that was slow comes to the fills when the seat is another's.
+#[test]
+fn w6_the_fills_of_the_seats_next_holder_are_not_the_expelleds() {
+    let control = cache(2);
+    let operator = rank(&control);
+    let gone = ManuallyDrop::new(rank(&control));
+    let (id, generation) = (gone.id(), gone.generation());
+    assert!(operator.expel(id, generation).done);
+    let record = control.region.member(id.0).unwrap();
+    let marked = crate::member::MemberWord(record.word.load(Ordering::SeqCst));
+    assert!(operator.reap(id, Some(generation)).done);
+    let next = control.join_at(id, crate::MemberSpec::rank(0, 1)).unwrap();
+    let fill = own(&next.pool(PoolId(0)).unwrap(), &key(1));
+    assert_eq!(crate::expel::quarantine_fills(&operator.inner, id.0, record, marked), 0);
+    drop(fill.publish().unwrap());
+    drop(next);
+    assert_at_rest(&control);
+}

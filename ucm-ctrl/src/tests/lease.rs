@@ -222,3 +222,26 @@ fn s3_a_consumers_death_before_the_ring_holds_nothing_up() {
     eventually("the keeper looks again", || cache.holder.pins_held() == 0);
     assert_eq!(cache.record(0).word.load(Ordering::SeqCst) & 0xff, 0, "the record is free");
 }
+
+/// Regression: a consumer that redeemed while the lease's dead holder was cleared up after kept the
+/// record in use for ever.
+#[test]
+fn s3_a_record_of_a_dead_holder_is_freed_though_a_consumer_redeems() {
+    let l = leased(1);
+    let deadline = Instant::now() + Duration::from_secs(600);
+    let ticket = l.lease(3, deadline).ticket();
+    let record = l.control.region.leases().iter().find(|lease| is_live(lease)).unwrap();
+    let redeemed = std::cell::Cell::new(false);
+    crate::lease::retire(record, |word| {
+        // Between the first look at the word and its change.
+        if !redeemed.replace(true) {
+            assert_eq!(l.consumer.redeem(ticket).unwrap(), Redeemed::Ok(2));
+        }
+        word.holder() == l.holder.id().0
+    });
+    assert!(!is_live(record), "used up, but never freed");
+}
+
+fn is_live(lease: &LeaseRecord) -> bool {
+    lease.word.load(Ordering::SeqCst) & 0xff != 0
+}
