@@ -205,6 +205,10 @@ fn what_is_not_refreshed_runs_out() {
         assert!(begun.elapsed() > Duration::from_millis(200), "too early");
         refused(directory.register(&member("a", 1), later()));
         directory.register(&member("a", 2), later()).unwrap();
+        // The same when nobody has asked for the members meanwhile.
+        directory.register(&member("b", 7), later()).unwrap();
+        std::thread::sleep(Duration::from_millis(400));
+        refused(directory.register(&member("b", 7), later()));
         while !server.ask(&["KEYS", "*:o:*"]).unwrap().starts_with("*0") {
             assert!(begun.elapsed() < Duration::from_secs(30));
             std::thread::sleep(Duration::from_millis(20));
