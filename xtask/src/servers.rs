@@ -24,7 +24,8 @@ pub(crate) fn redis() {
     };
     let get = ["install", "-y", "-q", "--no-install-recommends", package];
     // Lists may be missing or old on a fresh machine.
-    if !install(&get) && !(install(&["update", "-q"]) && install(&get)) {
+    let installed = install(&get) || install(&["update", "-q"]) && install(&get);
+    if !installed {
         say(&format!("{package} cannot be installed here"));
     }
 }
