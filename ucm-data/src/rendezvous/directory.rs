@@ -1,8 +1,9 @@
 //! The instance directory: the name of a cache, its mutual exclusion and its sign of life.
 //!
-//! Two locks on the directory itself, none of them a file: `flock` is held while somebody enters;
-//! a shared OFD record lock on byte 0 is held by every member for as long as it lives. The kernel
-//! drops both with the process.
+//! Locks on the directory itself, none of them a file: `flock` is held while somebody enters; a shared
+//! OFD record lock on byte 0 is held by every member for as long as it lives, and one on a byte of its
+//! seat, so that a seat whose socket has vanished (a cleaner of temporary files, a steward that failed)
+//! is not taken for free. The kernel drops them all with the process.
 //!
 //! **Invariant:** at most one process is between `lock` and the drop of its guard; while a member
 //! lives, `has_members` is true for everybody else.
@@ -125,13 +126,27 @@ impl Directory {
 
     /// True if a member other than the caller lives, reachable or not. Ask before `sign_in`.
     pub(crate) fn has_members(&self) -> Result<bool, DataError> {
-        let found = self.record_lock(libc::F_OFD_GETLK, libc::F_WRLCK)?;
+        self.is_locked(0)
+    }
+
+    /// True if a living process other than the caller sits there, whether or not it can be reached.
+    pub(crate) fn is_seat_held(&self, seat: u16) -> Result<bool, DataError> {
+        self.is_locked(1 + i64::from(seat))
+    }
+
+    /// Shows everybody that the seat is taken, as [`sign_in`](Self::sign_in) does for the cache.
+    pub(crate) fn hold_seat(&self, seat: u16) -> Result<(), DataError> {
+        self.record_lock(libc::F_OFD_SETLK, libc::F_RDLCK, 1 + i64::from(seat)).map(|_| ())
+    }
+
+    fn is_locked(&self, byte: i64) -> Result<bool, DataError> {
+        let found = self.record_lock(libc::F_OFD_GETLK, libc::F_WRLCK, byte)?;
         Ok(i32::from(found.l_type) != libc::F_UNLCK)
     }
 
     /// Shows everybody that a member lives, until this object is dropped or the process ends.
     pub(crate) fn sign_in(&self) -> Result<(), DataError> {
-        self.record_lock(libc::F_OFD_SETLK, libc::F_RDLCK).map(|_| ())
+        self.record_lock(libc::F_OFD_SETLK, libc::F_RDLCK, 0).map(|_| ())
     }
 
     /// Removes the socket file of a seat whose member is gone. Only under the lock, or by the member
@@ -145,12 +160,12 @@ impl Directory {
         }
     }
 
-    fn record_lock(&self, command: i32, kind: i32) -> Result<libc::flock, DataError> {
+    fn record_lock(&self, command: i32, kind: i32, byte: i64) -> Result<libc::flock, DataError> {
         let overflow = |_| DataError::invalid("record lock");
         let mut request = libc::flock {
             l_type: kind.try_into().map_err(overflow)?,
             l_whence: libc::SEEK_SET.try_into().map_err(overflow)?,
-            l_start: 0,
+            l_start: byte,
             l_len: 1,
             l_pid: 0,
         };
@@ -198,7 +213,11 @@ mod tests {
         a.sign_in().unwrap();
         assert!(b.has_members().unwrap());
         b.sign_in().unwrap();
+        a.hold_seat(7).unwrap();
+        let held = |seat| b.is_seat_held(seat).unwrap();
+        assert_eq!([held(6), held(7), held(8)], [false, true, false]);
         drop(a);
+        assert!(!b.is_seat_held(7).unwrap());
         let c = Directory::open(&path, Sockets::Abstract).unwrap();
         assert!(c.has_members().unwrap());
         drop(b);

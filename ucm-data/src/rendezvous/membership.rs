@@ -329,6 +329,7 @@ impl Entry<'_> {
                 ),
             ));
         }
+        directory.hold_seat(seat)?;
         let address = directory
             .seats()
             .address(seat)

@@ -25,6 +25,9 @@ use crate::{DataError, ErrorKind};
 /// How long one member may take for one piece before another one is asked.
 const PATIENCE: Duration = Duration::from_millis(200);
 
+/// Sockets and locks of a process that ends go within moments of each other.
+const ENDING: Duration = Duration::from_millis(50);
+
 /// What a member said in its welcome.
 #[derive(Clone, Debug)]
 pub(crate) struct Welcome {
@@ -49,7 +52,7 @@ pub(crate) struct Prospect {
 /// All listeners that were reached.
 pub(crate) struct Reached {
     pub(crate) prospects: Vec<Prospect>,
-    /// Seats that are taken, by members or by foreign listeners.
+    /// Seats that are taken, by members (also such as cannot be reached) or by foreign listeners.
     pub(crate) occupied: Vec<u16>,
 }
 
@@ -78,11 +81,15 @@ pub(crate) fn reach(
         let socket = socket::new_socket().map_err(|e| limit_or_os("socket", e))?;
         match connect(&socket, &address) {
             Ok(()) => {}
-            Err(Errno::CONNREFUSED) => {
-                directory.remove_socket(seat);
+            Err(Errno::CONNREFUSED | Errno::NOENT) => {
+                if stays_held(directory, seat)? {
+                    tracing::warn!(seat, "a living member's socket is gone; nobody can reach it");
+                    reached.occupied.push(seat);
+                } else {
+                    directory.remove_socket(seat);
+                }
                 continue;
             }
-            Err(Errno::NOENT) => continue,
             // Listening, but its queue is full: stopped, or overrun.
             Err(Errno::AGAIN) => {
                 reached.occupied.push(seat);
@@ -110,6 +117,19 @@ pub(crate) fn reach(
         });
     }
     Ok(reached)
+}
+
+/// True if a process without a socket sits there for longer than one takes that is ending: it lives,
+/// and may use the memory.
+fn stays_held(directory: &Directory, seat: u16) -> Result<bool, DataError> {
+    let since = Instant::now();
+    while directory.is_seat_held(seat)? {
+        if since.elapsed() >= ENDING {
+            return Ok(true);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(false)
 }
 
 impl Reached {

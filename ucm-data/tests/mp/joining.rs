@@ -256,3 +256,21 @@ fn socket_files_work_below_a_path_too_long_for_a_socket_address() {
     second.leave();
     assert!(!dir.join("seat-1.sock").exists());
 }
+
+/// Somebody cleans up temporary files. Regression: the next joiner took the seat of a living member
+/// without a name for free, and cleared up after it.
+/// Mutants: the seat's lock is not asked for; not taken.
+#[test]
+fn a04_a_member_whose_socket_file_is_gone_keeps_its_seat() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start(), Proc::start()];
+    let [nameless, asked, newcomer, last] = &mut procs;
+    let enter = |proc: &mut Proc| proc.enter_with(&instance.dir(), "sockets=files").seat;
+    assert_eq!([enter(nameless), enter(asked)], [0, 1]);
+    std::fs::remove_file(instance.dir().join("seat-0.sock")).unwrap();
+    assert_eq!(enter(newcomer), 2, "seat 0 is taken");
+    // Once its process is over, the seat is free.
+    nameless.kill_now();
+    assert!(asked.expect("event died").starts_with("0 "));
+    assert_eq!(enter(last), 0);
+}
