@@ -277,10 +277,10 @@ fn is_nobodys(seen: LockWord, member: &MemberInner) -> bool {
     })
 }
 
-/// Frees the lock if the dead member holds it.
-pub(crate) fn break_lock_of(lock: &AtomicU32, dead: u8) -> bool {
+/// Frees the lock if this stay of a dead member holds it.
+pub(crate) fn break_lock_of(lock: &AtomicU32, dead: u8, generation: u32) -> bool {
     let seen = LockWord(lock.load(Ordering::SeqCst));
-    seen.holder() == Some(dead) && break_lock(lock, seen)
+    seen.is_of(dead, generation) && break_lock(lock, seen)
 }
 
 /// Frees a lock whose holder is proven dead. Buckets are consistent at every instant, so there is

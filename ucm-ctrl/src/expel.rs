@@ -53,7 +53,9 @@ impl Member {
             failpoint!("expel.mark.after");
             expelled.fills = quarantine_fills(me, id.0, record, marked);
             #[cfg(not(ucm_loom))]
-            take_out_of_groups(me, id.0, record, marked);
+            crate::group::count_out(&me.control.region, id.0, || {
+                record.word.load(Ordering::SeqCst) == marked.0
+            });
             // Others may wait for it to open a group.
             #[cfg(not(ucm_loom))]
             crate::group::ring_all(&me.control.region, true);
@@ -70,16 +72,10 @@ pub(crate) fn finish_expulsions(me: &MemberInner) {
         if word.state() == MemberState::Expelled && seat != me.index {
             quarantine_fills(me, seat, record, word);
             #[cfg(not(ucm_loom))]
-            take_out_of_groups(me, seat, record, word);
+            crate::group::count_out(&me.control.region, seat, || {
+                record.word.load(Ordering::SeqCst) == word.0
+            });
         }
-    }
-}
-
-#[cfg(not(ucm_loom))]
-fn take_out_of_groups(me: &MemberInner, gone: u8, record: &MemberRecord, marked: MemberWord) {
-    // If it has ended meanwhile, its reaper has done so, and the seat may be another's.
-    if record.word.load(Ordering::SeqCst) == marked.0 {
-        crate::group::clear(&me.control.region, gone, true);
     }
 }
 

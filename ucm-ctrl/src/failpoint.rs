@@ -93,6 +93,8 @@ pub const NAMES: &[&str] = &[
     "redeem.bell.after",
     "redeem.word.after",
     "release.word.after",
+    "relieve.slot.after",
+    "relieve.tell.after",
     "remove.evict.after",
     "takeover.mark.after",
     "takeover.word.after",

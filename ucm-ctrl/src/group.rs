@@ -113,10 +113,6 @@ impl Seats {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & !theirs == 0)
     }
 
-    fn is_empty(self) -> bool {
-        self == Self::default()
-    }
-
     pub(crate) fn len(self) -> usize {
         self.0.iter().map(|word| word.count_ones() as usize).sum()
     }
@@ -313,11 +309,19 @@ pub(crate) fn let_go(me: &MemberInner, seated: Seated) {
     free_if_over(region, record);
 }
 
-/// Frees a decided record that nobody holds any more.
+/// Frees a decided record that nobody holds any more, but for members that an operator has declared gone:
+/// they must not keep it for ever. (A seat that is looked at after the record was read is that of the
+/// member in it, or the record has another generation.)
 fn free_if_over(region: &Region, record: &GroupRecord) {
     let word = record.load();
+    let gone = |seat| {
+        region.member(seat).is_none_or(|member| {
+            let word = MemberWord(member.word.load(Ordering::SeqCst));
+            word.state() == MemberState::Expelled
+        })
+    };
     if word.is_decided()
-        && record.holders().is_empty()
+        && record.holders().iter().all(gone)
         && record.change(word, word.to(GroupState::Free))
     {
         failpoint!("group.free.after");
@@ -347,27 +351,36 @@ fn ring(region: &Region, seat: u8, anyway: bool) {
     }
 }
 
-/// Takes a member out of all groups: dead, leaving, or (`alive`) declared gone.
-pub(crate) fn clear(region: &Region, gone: u8, alive: bool) {
+/// Counts a member out of all groups that are not decided: it votes no more. `still` is asked after each
+/// record was read and says that the seat is not another's yet; what was read is of the gone stay then.
+pub(crate) fn count_out(region: &Region, gone: u8, still: impl Fn() -> bool) {
     for record in region.groups() {
         let word = record.load();
-        match word.state() {
-            // A living opener finds out by itself that it is gone.
-            GroupState::Opening if word.opener() == gone && !alive => {
-                record.change(word, word.to(GroupState::Free));
-            }
-            GroupState::Open if record.members().has(gone) => {
-                let outlived = word.is_lasting() && Seats::load(&record.ready).has(gone);
-                if outlived {
-                    // It may have been the last one, and have died before it decided.
-                    record.settle(word);
-                } else {
-                    record.change(word, word.to(GroupState::Aborted));
-                }
-            }
-            _ => {}
-        }
+        let counts = word.state() == GroupState::Open && record.members().has(gone) && still();
+        let outlived = word.is_lasting() && Seats::load(&record.ready).has(gone);
+        // One that is outlived may have been the last one, and have died before it decided.
+        let decided = counts
+            && if outlived {
+                record.settle(word)
+            } else {
+                record.change(word, word.to(GroupState::Aborted))
+            };
         failpoint!("ungroup.word.after");
+        if decided {
+            tell(region, record, true);
+        }
+        free_if_over(region, record);
+    }
+}
+
+/// Takes a member out of all groups that is dead or leaves, and whose seat is nobody else's yet.
+pub(crate) fn clear(region: &Region, gone: u8) {
+    count_out(region, gone, || true);
+    for record in region.groups() {
+        let word = record.load();
+        if word.state() == GroupState::Opening && word.opener() == gone {
+            record.change(word, word.to(GroupState::Free));
+        }
         if record.load().is_complete() {
             if record.holders().has(gone) {
                 // Whoever has decided may have died before it told the others.

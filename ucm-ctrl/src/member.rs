@@ -646,7 +646,7 @@ impl Drop for MemberInner {
         // Groups that wait for its vote are off; so are those that wait for it to open them.
         #[cfg(not(ucm_loom))]
         {
-            crate::group::clear(&self.control.region, self.index, false);
+            crate::group::clear(&self.control.region, self.index);
             crate::group::ring_all(&self.control.region, false);
         }
         // With slots left that nobody can unlink at the moment, the record stays: whoever takes the

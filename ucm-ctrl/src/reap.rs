@@ -12,7 +12,7 @@ use crate::{
     layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
     region::PoolTables,
-    slot::Phase,
+    slot::{Phase, SlotWord},
     sync::Ordering,
 };
 
@@ -47,7 +47,8 @@ impl Member {
 
     /// Clears up after another member. Call only with proof that its process is dead and its memory
     /// accesses have ended; `generation` is the one it joined with, `None` for whichever holds the
-    /// seat. Safe to call from several members at once: one does the work.
+    /// seat. Safe to call from several members at once: one does the work, and what others wait for is
+    /// not left to one that was stopped meanwhile.
     ///
     /// When several members are dead, a lock of one may be in the way of another's recovery: it is
     /// broken on the word of the [`Liveness`](crate::Liveness) given to
@@ -68,10 +69,13 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
     }
     let Some(record) = me.control.region.member(id.0) else { return reaped };
     let mut seats = Vec::from_iter(take_when_possible(me, record, id.0, generation));
+    if seats.is_empty() {
+        relieve(me, record, id.0, generation, &mut reaped);
+    }
     while let Some(seat) = seats.pop() {
         failpoint!("reap.word.after");
         me.count(|c| &c.recoveries, 1);
-        clear(me, seat.index, &mut reaped);
+        clear(me, &seat, &mut reaped);
         failpoint!("reap.clear.after");
         // Whatever the dead member was clearing itself falls to us, before its seat is free.
         inherit(me, seat.index, &mut seats);
@@ -167,12 +171,66 @@ fn inherit<'a>(me: &'a MemberInner, dead: u8, seats: &mut Vec<Seat<'a>>) {
     }
 }
 
-fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
-    let pools = || (0..MAX_POOLS).filter_map(|pool| me.control.region.pool(pool));
-    for tables in pools() {
-        free_locks(tables, dead, reaped);
+/// Somebody else clears up after this stay, and may be stopped in the midst of it: its locks, and fills
+/// and votes that others wait for, are not left to it. What only takes up room is.
+///
+/// Only what is found while the record names the stay is touched.
+fn relieve(
+    me: &MemberInner,
+    record: &MemberRecord,
+    dead: u8,
+    generation: Option<u32>,
+    reaped: &mut Reaped,
+) {
+    let seen = MemberWord(record.word.load(Ordering::SeqCst));
+    let other = seen.state() == MemberState::Reaping && seen.reaper() != me.index;
+    if !other || generation.is_some_and(|g| g != seen.generation()) {
+        return;
     }
-    for (pool, tables) in (0..).zip(pools()) {
+    // After what was read: if the record is still the same, it is of that stay.
+    let still = || record.word.load(Ordering::SeqCst) == seen.0;
+    for tables in pools(me) {
+        free_locks(tables, dead, seen.generation(), reaped);
+        for slot in tables.slots.iter() {
+            let word = slot.load();
+            if word.owner() != Some(dead) {
+                continue;
+            }
+            if let Some(undone) = undone(word)
+                && still()
+                && slot.change(word, undone)
+            {
+                failpoint!("relieve.slot.after");
+                reaped.slots += 1;
+                announce_anyway(&me.control.region, slot);
+                failpoint!("relieve.tell.after");
+            }
+        }
+    }
+    #[cfg(not(ucm_loom))]
+    crate::group::count_out(&me.control.region, dead, still);
+}
+
+fn pools(me: &MemberInner) -> impl Iterator<Item = &PoolTables> {
+    (0..MAX_POOLS).filter_map(|pool| me.control.region.pool(pool))
+}
+
+/// What a dead member's slot becomes at once, whoever sees it: a fill makes its key loadable again (it is
+/// linked), an eviction that has lost nothing yet is taken back.
+fn undone(word: SlotWord) -> Option<SlotWord> {
+    match word.phase() {
+        Phase::Claimed | Phase::ClaimedReady => Some(word.unclaimed()),
+        Phase::Filling => Some(word.failed_as(FailKind::OwnerDied).to(Phase::Failed, None)),
+        _ => None,
+    }
+}
+
+fn clear(me: &MemberInner, seat: &Seat<'_>, reaped: &mut Reaped) {
+    let dead = seat.index;
+    for tables in pools(me) {
+        free_locks(tables, dead, seat.word.generation(), reaped);
+    }
+    for (pool, tables) in (0..).zip(pools(me)) {
         for (index, slot) in tables.slots.iter().enumerate() {
             let Ok(index) = u32::try_from(index) else { break };
             recover_slot(me, (pool, tables), index, slot, dead, reaped);
@@ -185,14 +243,15 @@ fn clear(me: &MemberInner, dead: u8, reaped: &mut Reaped) {
         crate::lease::free_records_of(&me.control, dead);
         failpoint!("reap.leases.after");
         crate::lease::ring_all_bells(&me.control);
-        crate::group::clear(&me.control.region, dead, false);
+        crate::group::clear(&me.control.region, dead);
         failpoint!("reap.groups.after");
     }
 }
 
-fn free_locks(tables: &PoolTables, dead: u8, reaped: &mut Reaped) {
+fn free_locks(tables: &PoolTables, dead: u8, generation: u32, reaped: &mut Reaped) {
     for bucket in tables.buckets.iter() {
-        if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock_of(&bucket.lock, dead) {
+        if bucket.lock.load(Ordering::Relaxed) != 0 && break_lock_of(&bucket.lock, dead, generation)
+        {
             failpoint!("reap.lock.after");
             reaped.locks += 1;
         }
@@ -239,21 +298,17 @@ fn recover_word(
     if word.owner() != Some(dead) {
         return true;
     }
-    let recovered = match word.phase() {
-        Phase::Claimed | Phase::ClaimedReady => slot.change(word, word.unclaimed()),
+    let recovered = match (undone(word), word.phase()) {
+        (Some(undone), _) => slot.change(word, undone),
         // May be linked under its key, or under none. For a draining slot the caller's proof
         // includes that the dead process can write no more.
-        Phase::Detached | Phase::Draining => {
+        (None, Phase::Detached | Phase::Draining) => {
             let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
             failpoint!("reap.take.after");
             if taken {
                 me.give_back(pool, index, Patience::Enough);
             }
             taken
-        }
-        // What is being filled is linked: its key is loadable again.
-        Phase::Filling => {
-            slot.change(word, word.failed_as(FailKind::OwnerDied).to(Phase::Failed, None))
         }
         _ => return true,
     };

@@ -118,7 +118,8 @@ impl Vote {
     /// Does what can be done for it; the decision once it is known.
     fn advance(&mut self, me: &MemberInner) -> Option<bool> {
         if me.check().is_err() {
-            return Some(false);
+            // Nobody counts on this member any more, but it has its record to let go of.
+            return Some(self.end(me));
         }
         let region = &me.control.region;
         let record = match self.record {

@@ -48,6 +48,8 @@ enum Place {
     StoppedLock,
     /// To expel a stopped member.
     Expel,
+    /// To find a dead member's seat in the hands of a stopped reaper.
+    StoppedReaper,
 }
 
 fn place(point: &str) -> Place {
@@ -59,6 +61,7 @@ fn place(point: &str) -> Place {
         "unlock.wake.before" => Place::Sleepers,
         "full.set.after" => Place::Full,
         "evict.undo.after" => Place::StoppedLock,
+        _ if point.starts_with("relieve.") => Place::StoppedReaper,
         _ if point.starts_with("reap.") => Place::Reap("end.word.before"),
         _ if point.starts_with("expel.") => Place::Expel,
         _ => Place::Work,
@@ -156,6 +159,7 @@ fn one(scene: &mut Scene, point: &'static str, end: End, nth: u64) -> bool {
         (Place::Full, _) => scene.with_all_slots_pinned(point),
         (Place::StoppedLock, _) => scene.beside_a_stopped_lock(point),
         (Place::Expel, _) => scene.operator(point),
+        (Place::StoppedReaper, _) => scene.beside_a_stopped_reaper(point),
     }
     true
 }

@@ -300,6 +300,39 @@ impl Scene {
         self.check(point, &before, true);
     }
 
+    /// A member dies in mid-fill, its reaper is stopped; another that sees to the fill dies at the point,
+    /// and the parent goes on with it. Nothing waits for the stopped one.
+    pub(crate) fn beside_a_stopped_reaper(&mut self, point: &str) {
+        let before = self.control.statistics();
+        let mut reaper = self.start(Some("reap.word.after:1:stop".into()), WATCHDOG * 4);
+        reaper.seat = reaper.process.hear();
+        let mut reliever = self.start(Some(format!("{point}:1")), WATCHDOG * 4);
+        reliever.seat = reliever.process.hear();
+        for busy in [&mut reaper, &mut reliever] {
+            busy.process.tell("pause");
+            busy.process.expect("paused");
+        }
+        let victim = self.dead_at("end.word.before", 1);
+        reaper.process.tell(&format!("reap {}", victim.seat));
+        reaper.until_stopped(point);
+        reliever.process.tell(&format!("reap {}", victim.seat));
+        assert_eq!(reliever.process.hear(), "", "{point} was not reached");
+        reliever.until_dead();
+        let (seat, generation) = (MemberId(victim.index()), victim.generation());
+        assert!(!self.member.reap(seat, Some(generation)).done, "{point}: it is another's");
+        self.others_go_on(point);
+        self.pause();
+        let seen = self.control.inspect();
+        assert_eq!(seen.pools[0].filling, 0, "{point}: a fill of the dead is left");
+        self.resume();
+        reaper.process.signal(Signal::CONT);
+        reaper.process.expect("done true");
+        reaper.process.tell("resume");
+        assert!(reaper.process.end().success(), "{point}: the reaper fails");
+        self.reap_the_dead();
+        self.check(point, &before, true);
+    }
+
     /// A member is stopped in mid-fill; the one that expels it dies at the point.
     pub(crate) fn operator(&mut self, point: &str) {
         let before = self.control.statistics();
