@@ -139,7 +139,7 @@ pub(crate) struct MemberRecord {
 pub(crate) struct Line<T>(pub(crate) T);
 
 /// Lease of a set of slots for a number of consumers.
-#[cfg(not(ucm_loom))]
+#[cfg(any(not(ucm_loom), test))]
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct LeaseRecord {

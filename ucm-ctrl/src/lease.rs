@@ -10,16 +10,16 @@
 use std::{
     collections::HashMap,
     fmt,
-    sync::{Mutex, MutexGuard, PoisonError, Weak as StdWeak},
-    thread::{self, JoinHandle},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread::Thread,
     time::{Duration, Instant},
 };
 
 use crate::{
     Acquired, Control, CtrlError, Key, Member, Pool,
+    attendant::{Alive, Attendant},
     event::SLEEPERS,
     failpoint::failpoint,
-    layout::LeaseRecord,
     member::MemberInner,
     sync::{Arc, Ordering},
 };
@@ -115,51 +115,6 @@ impl fmt::Debug for Lease {
     }
 }
 
-const FREE: u64 = 0;
-const LIVE: u64 = 1;
-
-/// Bits 0..8 state, 8..16 holder, 16..32 consumers left, 32..64 generation.
-#[derive(Clone, Copy)]
-pub(crate) struct LeaseWord(u64);
-
-impl LeaseWord {
-    fn new(state: u64, holder: u8, left: u16, generation: u32) -> Self {
-        Self(
-            state
-                | (u64::from(holder) << 8)
-                | (u64::from(left) << 16)
-                | (u64::from(generation) << 32),
-        )
-    }
-
-    fn is_live(self) -> bool {
-        self.0 & 0xff == LIVE
-    }
-
-    pub(crate) fn holder(self) -> u8 {
-        (self.0 >> 8).to_le_bytes()[0]
-    }
-
-    fn left(self) -> u16 {
-        let [_, _, lo, hi, ..] = self.0.to_le_bytes();
-        u16::from_le_bytes([lo, hi])
-    }
-
-    fn generation(self) -> u32 {
-        u32::try_from(self.0 >> 32).unwrap_or(0)
-    }
-}
-
-impl LeaseRecord {
-    fn load(&self) -> LeaseWord {
-        LeaseWord(self.word.load(Ordering::SeqCst))
-    }
-
-    fn change(&self, from: LeaseWord, to: LeaseWord) -> bool {
-        self.word.compare_exchange(from.0, to.0, Ordering::SeqCst, Ordering::Relaxed).is_ok()
-    }
-}
-
 impl Pool {
     /// Pins the longest ready prefix of `keys` for `consumers` later loads, until the deadline.
     ///
@@ -211,9 +166,7 @@ fn take_record(
     slots: usize,
 ) -> Option<LeaseTicket> {
     for (index, record) in member.control.region.leases().iter().enumerate() {
-        let seen = record.load();
-        let live = LeaseWord::new(LIVE, member.index, consumers, seen.generation().wrapping_add(1));
-        if !seen.is_live() && record.change(seen, live) {
+        if let Some(generation) = record.take(member.index, consumers) {
             failpoint!("lease.record.after");
             let left = deadline.saturating_duration_since(Instant::now());
             let left = u64::try_from(left.as_millis()).unwrap_or(u64::MAX);
@@ -221,7 +174,7 @@ fn take_record(
             record.slots.store(u32::try_from(slots).unwrap_or(u32::MAX), Ordering::Relaxed);
             record.consumers.store(u32::from(consumers), Ordering::Relaxed);
             failpoint!("lease.fields.after");
-            return Some(LeaseTicket::new(u32::try_from(index).ok()?, live.generation()));
+            return Some(LeaseTicket::new(u32::try_from(index).ok()?, generation));
         }
     }
     None
@@ -236,23 +189,14 @@ impl Member {
         self.inner.check()?;
         let region = &self.inner.control.region;
         let Some(record) = region.lease(ticket.index()) else { return Ok(Redeemed::Gone) };
-        loop {
-            let word = record.load();
-            if !word.is_live() || word.generation() != ticket.generation() || word.left() == 0 {
-                return Ok(Redeemed::Gone);
-            }
-            let next = LeaseWord::new(LIVE, word.holder(), word.left() - 1, word.generation());
-            if record.change(word, next) {
-                failpoint!("redeem.word.after");
-                if next.left() == 0
-                    && let Some(holder) = region.member(word.holder())
-                {
-                    holder.lease_bell.0.ring();
-                }
-                failpoint!("redeem.bell.after");
-                return Ok(Redeemed::Ok(next.left()));
-            }
+        let Some(word) = record.consume(ticket.generation()) else { return Ok(Redeemed::Gone) };
+        if word.left() == 0
+            && let Some(holder) = region.member(word.holder())
+        {
+            holder.lease_bell.0.ring();
         }
+        failpoint!("redeem.bell.after");
+        Ok(Redeemed::Ok(word.left()))
     }
 
     /// Leases this member holds at the moment.
@@ -275,19 +219,7 @@ pub(crate) fn ring_all_bells(control: &Control) {
 /// Frees the lease records of a dead member; its pins are removed with all others.
 pub(crate) fn free_records_of(control: &Control, holder: u8) {
     for record in control.region.leases() {
-        retire(record, |word| word.holder() == holder);
-    }
-}
-
-/// Ends a live lease, if it is the one that is meant. Consumers that are under way lose the race
-/// visibly: they get `Gone`.
-pub(crate) fn retire(record: &LeaseRecord, is_meant: impl Fn(LeaseWord) -> bool) {
-    loop {
-        let word = record.load();
-        let ours = word.is_live() && is_meant(word);
-        if !ours || record.change(word, LeaseWord::new(FREE, 0, 0, word.generation())) {
-            return;
-        }
+        record.retire(|word| word.holder() == holder);
     }
 }
 
@@ -307,10 +239,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The leases of one member and the thread that releases them in time.
 pub(crate) struct Keeper {
     held: HeldLeases,
-    alive: std::sync::Arc<()>,
-    thread: Option<JoinHandle<()>>,
-    control: Control,
-    member: u8,
+    thread: Attendant,
 }
 
 impl Keeper {
@@ -325,27 +254,17 @@ impl Keeper {
 
     fn start(member: &Arc<MemberInner>) -> Result<Self, CtrlError> {
         let held = HeldLeases::default();
-        let alive = std::sync::Arc::new(());
-        let thread = {
-            let (held, alive, control, index) = (
-                held.clone(),
-                std::sync::Arc::downgrade(&alive),
-                member.control.clone(),
-                member.index,
-            );
-            let member = Arc::downgrade(member);
-            thread::Builder::new()
-                .name("ucm-leases".into())
-                .spawn(move || keep(&held, &alive, &control, index, || member.upgrade()))
-                .map_err(|source| CtrlError::Os { what: "start the lease keeper thread", source })?
+        let (control, index) = (member.control.clone(), member.index);
+        let ring = move |_: &Thread| {
+            if let Some(record) = control.region.member(index) {
+                record.lease_bell.0.ring();
+            }
         };
-        Ok(Self {
-            held,
-            alive,
-            thread: Some(thread),
-            control: member.control.clone(),
-            member: member.index,
-        })
+        let (keeps, control, weak) = (held.clone(), member.control.clone(), Arc::downgrade(member));
+        let run = move |alive| keep(&keeps, &alive, &control, index, || weak.upgrade());
+        Attendant::start(&member.control, "ucm-leases", ring, run)
+            .map(|thread| Self { held, thread })
+            .map_err(|source| CtrlError::Os { what: "start the lease keeper thread", source })
     }
 
     fn add(&self, member: &MemberInner, ticket: LeaseTicket, held: Held) {
@@ -364,41 +283,12 @@ impl Keeper {
 
     /// Releases everything; for the holder's own end. The thread goes first: what it has taken in
     /// hand and cannot release any more is on record again then.
-    pub(crate) fn end_all(mut self, member: &MemberInner) {
-        self.stop();
+    pub(crate) fn end_all(self, member: &MemberInner) {
+        drop(self.thread);
         let all: Vec<_> = lock(&self.held).drain().collect();
         for (ticket, held) in all {
             release(member, LeaseTicket(ticket), &held);
         }
-    }
-}
-
-impl Keeper {
-    fn stop(&mut self) {
-        self.alive = std::sync::Arc::new(());
-        if !self.control.region.is_ours() {
-            // The thread is the parent's; a child has no business with its handle.
-            #[expect(
-                clippy::mem_forget,
-                reason = "neither join nor detach a thread of the parent"
-            )]
-            std::mem::forget(self.thread.take());
-            return;
-        }
-        if let Some(record) = self.control.region.member(self.member) {
-            record.lease_bell.0.ring();
-        }
-        if let Some(thread) = self.thread.take()
-            && thread.thread().id() != thread::current().id()
-        {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        self.stop();
     }
 }
 
@@ -414,7 +304,7 @@ fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
     }
     let region = &member.control.region;
     if let Some(record) = region.lease(ticket.index()) {
-        retire(record, |word| word.generation() == ticket.generation());
+        record.retire(|word| word.generation() == ticket.generation());
     }
     failpoint!("unlease.record.after");
     if let Some(tables) = region.pool(usize::from(held.pool)) {
@@ -430,7 +320,7 @@ fn release(member: &MemberInner, ticket: LeaseTicket, held: &Held) {
 
 fn keep(
     held: &HeldLeases,
-    alive: &StdWeak<()>,
+    alive: &Alive,
     control: &Control,
     index: u8,
     member: impl Fn() -> Option<Arc<MemberInner>>,
@@ -438,7 +328,7 @@ fn keep(
     let Some(record) = control.region.member(index) else { return };
     loop {
         let seen = record.lease_bell.0.arm(SLEEPERS);
-        if alive.strong_count() == 0 {
+        if alive.is_over() {
             return;
         }
         let now = Instant::now();

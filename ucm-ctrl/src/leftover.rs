@@ -9,8 +9,14 @@
 //! of another key.
 
 #[cfg(not(ucm_loom))]
-use std::{sync::Weak, thread, time::Duration};
+use std::{
+    sync::Weak,
+    thread::{self, Thread},
+    time::Duration,
+};
 
+#[cfg(not(ucm_loom))]
+use crate::attendant::{Alive, Attendant};
 use crate::{
     bucket::Patience, failpoint::failpoint, member::MemberInner, slot::Phase, sync::Ordering,
 };
@@ -54,10 +60,14 @@ impl MemberInner {
             return;
         }
         // The one before has nothing left to do.
-        self.join_reminder();
+        let before = self.reminder().take();
+        drop(before);
         let me = self.me.clone();
-        let reminder = thread::Builder::new().name("ucm-leftovers".into());
-        match reminder.spawn(move || try_again_and_again(&me)) {
+        let reminder =
+            Attendant::start(&self.control, "ucm-leftovers", Thread::unpark, move |alive| {
+                try_again_and_again(&me, &alive);
+            });
+        match reminder {
             Ok(thread) => *self.reminder() = Some(thread),
             Err(_) => self.reminded.store(0, Ordering::SeqCst),
         }
@@ -65,32 +75,14 @@ impl MemberInner {
 
     /// For a member that leaves: no thread of it stays, and none is started again.
     #[cfg(not(ucm_loom))]
-    pub(crate) fn end_reminder(&mut self) {
+    pub(crate) fn end_reminder(&self) {
         self.reminded.store(1, Ordering::SeqCst);
-        if self.control.region.is_ours() {
-            return self.join_reminder();
-        }
-        // The thread is the parent's; one of this child's own may have its number by now.
-        let thread = self.reminder.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        #[expect(clippy::mem_forget, reason = "neither join nor detach a thread of the parent")]
-        std::mem::forget(thread.take());
-    }
-
-    /// Waits for the end of a reminder that cannot reach this member any more, or has seen that there
-    /// is nothing left; it holds nobody up but for its last instructions.
-    #[cfg(not(ucm_loom))]
-    fn join_reminder(&self) {
-        let thread = self.reminder().take();
-        // The last to let go of the member may be the reminder itself.
-        if let Some(thread) = thread.filter(|t| t.thread().id() != thread::current().id()) {
-            thread.thread().unpark();
-            // It does not panic, and if it did, nothing would be lost.
-            let _ = thread.join();
-        }
+        let last = self.reminder().take();
+        drop(last);
     }
 
     #[cfg(not(ucm_loom))]
-    fn reminder(&self) -> std::sync::MutexGuard<'_, Option<thread::JoinHandle<()>>> {
+    fn reminder(&self) -> std::sync::MutexGuard<'_, Option<Attendant>> {
         self.reminder.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
@@ -120,12 +112,12 @@ impl MemberInner {
 
 /// Holds no member between two tries, so it never keeps one from leaving.
 #[cfg(not(ucm_loom))]
-fn try_again_and_again(member: &Weak<MemberInner>) {
+fn try_again_and_again(member: &Weak<MemberInner>, alive: &Alive) {
     let mut pause = Duration::from_millis(10);
     loop {
-        // Woken when the member has left; anything else that wakes it does no harm.
+        // Woken when the member leaves; anything else that wakes it does no harm.
         thread::park_timeout(pause);
-        if member.upgrade().is_none_or(|member| member.is_reminder_done()) {
+        if alive.is_over() || member.upgrade().is_none_or(|member| member.is_reminder_done()) {
             return;
         }
         pause = (pause * 2).min(Duration::from_secs(1));

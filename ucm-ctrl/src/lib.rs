@@ -29,6 +29,8 @@
 
 #![cfg_attr(not(test), deny(clippy::indexing_slicing))]
 
+#[cfg(not(ucm_loom))]
+mod attendant;
 mod bucket;
 mod clock;
 mod control;
@@ -50,6 +52,8 @@ mod key;
 mod layout;
 #[cfg(not(ucm_loom))]
 mod lease;
+#[cfg(any(not(ucm_loom), test))]
+mod lease_record;
 mod leftover;
 mod lookup;
 mod member;

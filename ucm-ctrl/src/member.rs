@@ -136,7 +136,7 @@ pub(crate) struct MemberInner {
     #[cfg(not(ucm_loom))]
     pub(crate) reminded: Counter,
     #[cfg(not(ucm_loom))]
-    pub(crate) reminder: std::sync::Mutex<Option<std::thread::JoinHandle<()>>>,
+    pub(crate) reminder: std::sync::Mutex<Option<crate::attendant::Attendant>>,
     #[cfg(not(ucm_loom))]
     pub(crate) me: std::sync::Weak<Self>,
     /// One reap at a time in a process.

@@ -8,12 +8,13 @@
 use std::{
     fmt,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Mutex, MutexGuard, PoisonError, Weak as StdWeak},
-    thread::{self, JoinHandle},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread::Thread,
 };
 
 use crate::{
     BlockId, Control, CtrlError, Member, MemberId,
+    attendant::{Alive, Attendant},
     event::SLEEPERS,
     group::{self, Opened, Seated},
     layout::MAX_MEMBERS,
@@ -169,10 +170,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// The votes of one member and the thread that waits for their decisions.
 pub(crate) struct Teller {
     out: VotesOut,
-    alive: std::sync::Arc<()>,
-    thread: Option<JoinHandle<()>>,
-    control: Control,
-    member: u8,
+    thread: Attendant,
 }
 
 impl Teller {
@@ -187,18 +185,17 @@ impl Teller {
 
     fn start(member: &Arc<MemberInner>) -> Result<Self, CtrlError> {
         let out = VotesOut::default();
-        let alive = std::sync::Arc::new(());
-        let thread = {
-            let (out, alive) = (out.clone(), std::sync::Arc::downgrade(&alive));
-            let (control, index) = (member.control.clone(), member.index);
-            let member = Arc::downgrade(member);
-            thread::Builder::new()
-                .name("ucm-groups".into())
-                .spawn(move || listen(&out, &alive, &control, index, || member.upgrade()))
-                .map_err(|source| CtrlError::Os { what: "start the thread of groups", source })?
+        let (control, index) = (member.control.clone(), member.index);
+        let ring = move |_: &Thread| {
+            if let Some(record) = control.region.member(index) {
+                record.group_bell.0.ring();
+            }
         };
-        let (control, member) = (member.control.clone(), member.index);
-        Ok(Self { out, alive, thread: Some(thread), control, member })
+        let (votes, control, weak) = (out.clone(), member.control.clone(), Arc::downgrade(member));
+        let run = move |alive| listen(&votes, &alive, &control, index, || weak.upgrade());
+        Attendant::start(&member.control, "ucm-groups", ring, run)
+            .map(|thread| Self { out, thread })
+            .map_err(|source| CtrlError::Os { what: "start the thread of groups", source })
     }
 
     fn cast(
@@ -240,41 +237,14 @@ impl Teller {
     }
 
     /// Ends all votes; for the member's own end. The thread goes first.
-    pub(crate) fn end_all(mut self, member: &MemberInner) {
-        self.stop();
+    pub(crate) fn end_all(self, member: &MemberInner) {
+        drop(self.thread);
         let out = std::mem::take(&mut *lock(&self.out));
         let end = |mut vote: Vote| {
             let decision = vote.end(member);
             vote.decided.map(|decided| (decided, decision))
         };
         tell(out.into_iter().filter_map(end).collect());
-    }
-
-    fn stop(&mut self) {
-        self.alive = std::sync::Arc::new(());
-        if !self.control.region.is_ours() {
-            // The thread is the parent's; a child has no business with its handle.
-            #[expect(
-                clippy::mem_forget,
-                reason = "neither join nor detach a thread of the parent"
-            )]
-            std::mem::forget(self.thread.take());
-            return;
-        }
-        if let Some(record) = self.control.region.member(self.member) {
-            record.group_bell.0.ring();
-        }
-        if let Some(thread) = self.thread.take()
-            && thread.thread().id() != thread::current().id()
-        {
-            let _ = thread.join();
-        }
-    }
-}
-
-impl Drop for Teller {
-    fn drop(&mut self) {
-        self.stop();
     }
 }
 
@@ -306,7 +276,7 @@ fn tell(told: Vec<(GroupDecided, bool)>) {
 
 fn listen(
     out: &VotesOut,
-    alive: &StdWeak<()>,
+    alive: &Alive,
     control: &Control,
     index: u8,
     member: impl Fn() -> Option<Arc<MemberInner>>,
@@ -314,7 +284,7 @@ fn listen(
     let Some(record) = control.region.member(index) else { return };
     loop {
         let seen = record.group_bell.0.arm(SLEEPERS);
-        if alive.strong_count() == 0 {
+        if alive.is_over() {
             return;
         }
         // A member that is ending ends its votes itself.

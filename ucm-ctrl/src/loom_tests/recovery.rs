@@ -192,3 +192,39 @@ fn loom_w6_expulsion_meets_failure() {
         assert_at_rest(&control);
     });
 }
+
+/// Two consumers of a lease while its holder's record is ended, and the next holder's after that.
+/// Mutants: a record is taken by a store; consumed without a look at its generation; ended by one try.
+#[test]
+fn loom_s3_consumers_meet_the_holders_death() {
+    explore(|| {
+        let record = Arc::new(crate::layout::LeaseRecord::default());
+        let first = record.take(1, 2).unwrap();
+        let consumers = [(); 2].map(|()| {
+            let record = record.clone();
+            thread::spawn(move || record.consume(first).map(|word| word.left()))
+        });
+        record.retire(|word| word.holder() == 1);
+        let second = record.take(2, 1).unwrap();
+        let consumed = consumers.map(|consumer| consumer.join().unwrap());
+        assert!(consumed[0].is_none() || consumed[0] != consumed[1], "{consumed:?}");
+        assert_eq!((record.load().holder(), record.load().left()), (2, 1), "{consumed:?}");
+        assert!(record.load().is_live() && second != first);
+        assert_eq!(record.consume(second).map(|word| word.left()), Some(0));
+        assert!(record.consume(second).is_none());
+    });
+}
+
+/// One record, two members that want it.
+#[test]
+fn loom_s3_a_record_is_taken_once() {
+    explore(|| {
+        let record = Arc::new(crate::layout::LeaseRecord::default());
+        let other = record.clone();
+        let theirs = thread::spawn(move || other.take(2, 1));
+        let mine = record.take(1, 1);
+        let theirs = theirs.join().unwrap();
+        assert!(mine.is_some() != theirs.is_some(), "{mine:?} {theirs:?}");
+        assert_eq!(record.load().holder(), if mine.is_some() { 1 } else { 2 });
+    });
+}

@@ -232,7 +232,7 @@ fn s3_a_record_of_a_dead_holder_is_freed_though_a_consumer_redeems() {
     let ticket = l.lease(3, deadline).ticket();
     let record = l.control.region.leases().iter().find(|lease| is_live(lease)).unwrap();
     let redeemed = std::cell::Cell::new(false);
-    crate::lease::retire(record, |word| {
+    record.retire(|word| {
         // Between the first look at the word and its change.
         if !redeemed.replace(true) {
             assert_eq!(l.consumer.redeem(ticket).unwrap(), Redeemed::Ok(2));
