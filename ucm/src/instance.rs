@@ -201,10 +201,15 @@ impl Enter for Entrant<'_> {
             .filter(|id| u16::from(id.0) < admission.max_seats)
             .ok_or_else(|| ucm_ctrl::CtrlError::MembersFull(usize::from(admission.max_seats)))?;
         let member = control.join_at(id, spec)?;
-        repair_leftovers(&member, admission.occupied);
         let hooks = Arc::new(Hooks { member: member.downgrade(), thread: OnceLock::new() });
         self.member = Some((member, hooks.clone()));
         Ok(Admitted { seat: u16::from(id.0), hooks })
+    }
+
+    fn seated(&mut self, occupied: &[u16]) {
+        if let Some((member, _)) = &self.member {
+            repair_leftovers(member, occupied);
+        }
     }
 
     fn abandon(&mut self, _seat: u16) {

@@ -36,14 +36,20 @@ pub trait Enter {
     /// The caller's; nothing stays behind.
     fn create(&mut self) -> Result<Offer, Self::Error>;
 
-    /// Attach to what the offer contains and take a seat that is not occupied.
-    ///
-    /// Seats that are not occupied have no process that could still touch the memory: records of
-    /// earlier stays there may be repaired and reused.
+    /// Attach to what the offer contains and take a seat that is not occupied. Nothing that others
+    /// might have to undo is done here: they do not know this process yet.
     ///
     /// # Errors
     /// The caller's; the process does not become a member.
     fn admit(&mut self, admission: &Admission<'_>) -> Result<Admitted, Self::Error>;
+
+    /// The others know this process by now and would see it die; nobody else enters meanwhile.
+    ///
+    /// Seats that are not `occupied` have no process that could still touch the memory: records of
+    /// earlier stays there may be repaired.
+    fn seated(&mut self, occupied: &[u16]) {
+        let _ = occupied;
+    }
 
     /// Entering failed after `admit`: give the seat's record back.
     fn abandon(&mut self, seat: u16) {
@@ -305,7 +311,8 @@ impl Entry<'_> {
         })?;
         failpoint!("enter.admit.after");
         let seat = admitted.seat;
-        self.sit_at(admitted, incarnation, boot).map_err(|error| {
+        let occupied = self.reached.occupied.clone();
+        self.sit_at(admitted, incarnation, boot, || caller.seated(&occupied)).map_err(|error| {
             caller.abandon(seat);
             error.into()
         })
@@ -316,6 +323,7 @@ impl Entry<'_> {
         admitted: Admitted,
         incarnation: Token,
         boot: Token,
+        seated: impl FnOnce(),
     ) -> Result<Membership, DataError> {
         let Self { config, directory, watch, reached, offer, welcome, locked } = self;
         let Admitted { seat, hooks } = admitted;
@@ -391,6 +399,7 @@ impl Entry<'_> {
             let _ = socket::send(socket.as_fd(), &seated, &[]);
             failpoint!("enter.seated.after");
         }
+        seated();
         let _ = hand_over.send(Box::new(steward));
         failpoint!("enter.unlock.before");
         drop(locked);

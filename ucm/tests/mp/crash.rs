@@ -57,6 +57,11 @@ impl Scene {
             rank.load(task, &KEYS);
             rank.loaded(task);
         }
+        self.settles(point);
+    }
+
+    /// The cache knows only the living, and nothing of the dead is left, without anybody's joining.
+    fn settles(&mut self, point: &str) {
         let expected = (json!([]), json!(self.ranks.len()), json!([0, 0, 0]));
         let begun = std::time::Instant::now();
         loop {
@@ -95,6 +100,23 @@ fn d1_death_at_every_point_of_entering() {
         points += 1;
     }
     assert!(points > 8);
+}
+
+/// A joiner dies unseen; the next one dies while it clears up after it. The others have seen that one.
+/// Mutant: the repair is made before the others know the joiner.
+#[test]
+fn d1_a_joiner_dies_while_it_clears_up_after_another() {
+    for point in ["reap.word.after", "reap.clear.after", "reap.inherit.after", "reap.free.after"] {
+        let mut scene = Scene::new();
+        scene.join(2);
+        scene.ranks[0].load(1, &KEYS);
+        scene.ranks[0].loaded(1);
+        let unseen = "enter.admit.after";
+        scene.dies_joining(Scene::victim(unseen, 1), unseen);
+        scene.dies_joining(Scene::victim(point, 1), point);
+        scene.settles(point);
+        scene.check(point);
+    }
 }
 
 /// D6: the member that answers joiners dies while it answers; the joiner gets in all the same.
