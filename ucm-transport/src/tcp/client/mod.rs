@@ -3,6 +3,8 @@
 //! **Invariant:** a plan that was accepted ends exactly once, whatever becomes of its peer, and not
 //! later than its deadline plus the time that one non-blocking system call takes.
 
+mod accept;
+mod builder;
 mod job;
 mod lane;
 mod peer;
@@ -26,6 +28,8 @@ use std::{
 use rustix::event::epoll;
 use ucm_data::Token;
 
+pub use builder::TcpEngineBuilder;
+
 use self::{
     job::{Exchange, Job},
     lane::Lane,
@@ -37,129 +41,12 @@ use super::{
     handshake,
     sys::Scatter,
     tls::TlsClient,
-    wire::{Body, DESCRIPTOR_BYTES, PeerRange, RequestKind},
+    wire::{Body, DESCRIPTOR_BYTES, RequestKind},
 };
 use crate::{
-    Capabilities, Completion, ErrorKind, Hold, Location, Memory, PlanLimits, Quiesce, Region,
-    RegionId, RegionLease, RegionTable, Rejected, Ticket, Transfer, TransferEngine, TransferError,
-    TransferPlan, planner,
+    Capabilities, Completion, ErrorKind, Location, Memory, Quiesce, RegionId, RegionTable,
+    Rejected, Ticket, TransferEngine, TransferError, TransferPlan,
 };
-
-/// Settings of a [`TcpEngine`].
-#[derive(Clone, Debug)]
-#[must_use = "call `build`"]
-pub struct TcpEngineBuilder {
-    max_in_flight: usize,
-    timeout: Duration,
-    connect_timeout: Duration,
-    exchange_bytes: u64,
-    failures: u32,
-    rules: LaneRules,
-}
-
-impl TcpEngineBuilder {
-    /// Plans and calls accepted but not yet polled; one more is refused as `Busy`. Default 4096.
-    pub fn max_in_flight(mut self, plans: usize) -> Self {
-        self.max_in_flight = plans.max(1);
-        self
-    }
-
-    /// How long a plan may take that was given no deadline. Default 30 s.
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
-
-    /// How long connecting and greeting may take. Default 2 s.
-    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
-        self.connect_timeout = timeout;
-        self
-    }
-
-    /// Most bytes of one exchange; longer plans are split. Default 32 MiB, and never more than a
-    /// peer grants.
-    pub fn exchange_bytes(mut self, bytes: u64) -> Self {
-        self.exchange_bytes = bytes.max(1);
-        self
-    }
-
-    /// Connections to one peer at most. Default 4.
-    pub fn max_lanes(mut self, lanes: usize) -> Self {
-        self.rules.max_lanes = lanes.max(1);
-        self
-    }
-
-    /// A further lane is opened when each one has several exchanges of more bytes than this to do.
-    /// Default 4 MiB.
-    pub fn spread_bytes(mut self, bytes: u64) -> Self {
-        self.rules.spread_bytes = bytes;
-        self
-    }
-
-    /// Lanes that were idle for longer are replaced before they are used. Default 5 s.
-    pub fn max_idle(mut self, idle: Duration) -> Self {
-        self.rules.max_idle = idle;
-        self
-    }
-
-    /// Failures in a row after which a peer is left alone for a while. Default 2.
-    pub fn breaker(mut self, failures: u32) -> Self {
-        self.failures = failures;
-        self
-    }
-
-    /// Starts the engine: one thread, which sleeps while nothing is due.
-    ///
-    /// # Errors
-    /// `Failed` when the operating system refuses the thread or a descriptor.
-    pub fn build(self) -> Result<TcpEngine, TransferError> {
-        let failed = |what: &str, error: &dyn fmt::Display| {
-            TransferError::new(ErrorKind::Failed, format!("{what}: {error}"))
-        };
-        let os = |error: std::io::Error| failed("no descriptor for the tcp engine", &error);
-        let boot = Token::random().map_err(|error| failed("no boot token", &error))?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(|e| os(e.into()))?;
-        let bell = bell::new().map_err(os)?;
-        let lead_bell = bell::new().map_err(os)?;
-        let data = epoll::EventData::new_u64(thread::BELL);
-        epoll::add(&epoll, &bell, data, epoll::EventFlags::IN).map_err(|e| os(e.into()))?;
-        let epoll_of_thread = epoll.try_clone().map_err(os)?;
-        let inner = Arc::new(Inner {
-            boot,
-            began: Instant::now(),
-            max_in_flight: self.max_in_flight,
-            timeout: self.timeout,
-            connect_timeout: self.connect_timeout,
-            failures: self.failures,
-            rules: self.rules,
-            exchange_bytes: AtomicU64::new(self.exchange_bytes),
-            max_ranges: AtomicU64::new(u64::from(u32::MAX)),
-            max_frame: AtomicU64::new(u64::from(u32::MAX)),
-            regions: RegionTable::default(),
-            peers: RwLock::default(),
-            lanes: Mutex::default(),
-            busy: Mutex::default(),
-            next_lane: AtomicU64::new(thread::BELL + 1),
-            ends: Mutex::new(Ends { next_ticket: 1, ..Ends::default() }),
-            ended: Condvar::new(),
-            threaded: AtomicBool::new(false),
-            leading: AtomicBool::new(false),
-            poisoned: AtomicBool::new(false),
-            stopping: AtomicBool::new(false),
-            earliest: AtomicU64::new(u64::MAX),
-            epoll,
-            bell,
-            lead_bell,
-            stats: Counters::default(),
-        });
-        let weak = Arc::downgrade(&inner);
-        let thread = std::thread::Builder::new()
-            .name("ucm-tcp".into())
-            .spawn(move || thread::run(&weak, &epoll_of_thread))
-            .map_err(|error| failed("no thread for the tcp engine", &error))?;
-        Ok(TcpEngine { inner, thread: Some(thread) })
-    }
-}
 
 /// Moves bytes between host regions of this process and memory of peers that a
 /// [`TcpServer`](super::TcpServer) serves.
@@ -285,22 +172,6 @@ struct Ends {
 }
 
 impl TcpEngine {
-    /// Default settings.
-    pub fn builder() -> TcpEngineBuilder {
-        TcpEngineBuilder {
-            max_in_flight: 4096,
-            timeout: Duration::from_secs(30),
-            connect_timeout: Duration::from_secs(2),
-            exchange_bytes: 32 << 20,
-            failures: 2,
-            rules: LaneRules {
-                max_lanes: 4,
-                spread_bytes: 4 << 20,
-                max_idle: Duration::from_secs(5),
-            },
-        }
-    }
-
     /// Connects to a peer and proves itself. The result stands for this run of the peer; lanes are
     /// made anew as needed, but only to the same run.
     ///
@@ -496,147 +367,6 @@ impl TcpEngine {
 }
 
 impl Inner {
-    fn accept(
-        self: &Arc<Self>,
-        mut plan: TransferPlan,
-        deadline: Instant,
-        direct: bool,
-    ) -> Result<Arc<Job>, Rejected> {
-        match self.accept_in_place(&mut plan, deadline, direct) {
-            Ok(job) => Ok(job),
-            Err(error) => Err(Rejected { plan, error }),
-        }
-    }
-
-    fn accept_in_place(
-        self: &Arc<Self>,
-        plan: &mut TransferPlan,
-        deadline: Instant,
-        direct: bool,
-    ) -> Result<Arc<Job>, TransferError> {
-        if self.poisoned.load(Ordering::SeqCst) {
-            let text = "a waker or the thread of the tcp engine failed; make a new engine";
-            return Err(TransferError::new(ErrorKind::Poisoned, text));
-        }
-        let most = self.exchange_bytes.load(Ordering::SeqCst);
-        let limits = PlanLimits {
-            max_item_bytes: most.min(u64::from(u32::MAX)),
-            max_group_items: usize::MAX,
-            sort: false,
-        };
-        let (planned, lease) = {
-            let view = self.regions.view();
-            let planned = planner::plan(&plan.items, limits, |id| view.info(id), reachable)?;
-            let lease = view.lease(&planned.regions)?;
-            (planned, lease)
-        };
-        let mut parts: Vec<(Arc<Peer>, Part)> = Vec::new();
-        for group in &planned.groups {
-            let items = planned.items.get(group.items.clone()).unwrap_or_default();
-            self.cut(items, &lease, &mut parts)?;
-        }
-        let size = (parts.len(), planned.bytes);
-        let job = self.admit(deadline, direct, lease, size, &mut plan.holds)?;
-        plan.items = Vec::new();
-        if parts.is_empty() {
-            if let Some(nothing) = job.exchange_ended(Ok(()), Vec::new()) {
-                self.finish(&job, nothing);
-            }
-            return Ok(job);
-        }
-        for (peer, part) in parts {
-            let exchange = Exchange {
-                job: Arc::clone(&job),
-                kind: part.kind,
-                frame: part.body.finish(),
-                pieces: part.pieces,
-                payload: part.payload,
-                resent: false,
-            };
-            self.start(&peer, vec![exchange]);
-        }
-        Ok(job)
-    }
-
-    /// Cuts items of one pair of locations into requests.
-    fn cut(
-        &self,
-        items: &[Transfer],
-        lease: &RegionLease<Attached>,
-        parts: &mut Vec<(Arc<Peer>, Part)>,
-    ) -> Result<(), TransferError> {
-        let most = self.exchange_bytes.load(Ordering::SeqCst);
-        let ranges = usize::try_from(self.max_ranges.load(Ordering::SeqCst)).unwrap_or(usize::MAX);
-        let frame = usize::try_from(self.max_frame.load(Ordering::SeqCst)).unwrap_or(usize::MAX);
-        let mut sides: Option<Sides<'_>> = None;
-        let mut part: Option<Part> = None;
-        for item in items {
-            let same = sides.as_ref().is_some_and(|s| s.is_of(item));
-            let side = match &mut sides {
-                Some(sides) if same => sides,
-                other => other.insert(Sides::of(item, lease)?),
-            };
-            let descriptor = side.descriptor.len();
-            let full = part.as_ref().is_some_and(|part| {
-                part.payload + item.len > most
-                    || part.ranges >= ranges
-                    || part.frame + Body::section_bytes(descriptor, 1) > frame
-            });
-            if full && let Some(full) = part.take() {
-                parts.push((Arc::clone(side.peer), full));
-            }
-            let fresh = part.is_none();
-            let left = items.len().min(ranges);
-            let part = part.get_or_insert_with(|| Part::new(side.kind, left));
-            if fresh || !same {
-                part.body.section(side.descriptor);
-                part.frame += Body::section_bytes(descriptor, 0);
-            }
-            let (far, near) = side.ends(item);
-            // Cut to 32 bits by the planner.
-            let len = u32::try_from(item.len).unwrap_or(u32::MAX);
-            part.body.range(PeerRange { offset: far, len });
-            part.pieces.push(side.near.memory(), near, item.len)?;
-            part.frame += Body::section_bytes(0, 1) - Body::section_bytes(0, 0);
-            part.ranges += 1;
-            part.payload += item.len;
-        }
-        if let (Some(side), Some(part)) = (sides, part) {
-            parts.push((Arc::clone(side.peer), part));
-        }
-        Ok(())
-    }
-
-    fn admit(
-        &self,
-        deadline: Instant,
-        direct: bool,
-        lease: RegionLease<Attached>,
-        (parts, bytes): (usize, u64),
-        holds: &mut Vec<Hold>,
-    ) -> Result<Arc<Job>, TransferError> {
-        let mut ends = self.ends();
-        let in_flight = ends.jobs.len() + ends.done.len();
-        if in_flight >= self.max_in_flight {
-            return Err(TransferError::new(
-                ErrorKind::Busy,
-                format!(
-                    "{in_flight} plans are in flight or not polled yet, the limit is {}; poll \
-                     completions first",
-                    self.max_in_flight
-                ),
-            ));
-        }
-        let ticket = Ticket(ends.next_ticket);
-        ends.next_ticket += 1;
-        let holds = std::mem::take(holds);
-        let job = Job::new(ticket, deadline, direct, lease, (parts, bytes), holds);
-        ends.jobs.insert(ticket, Arc::clone(&job));
-        drop(ends);
-        self.due_by(deadline);
-        Ok(job)
-    }
-
     /// Waits for a direct job, which ends by its deadline at the latest.
     fn await_direct(self: &Arc<Self>, job: &Arc<Job>) -> (Completion, Vec<u8>) {
         loop {
@@ -689,67 +419,6 @@ impl Inner {
     fn busy(&self) -> MutexGuard<'_, Vec<Arc<Lane>>> {
         self.busy.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// A request under construction.
-struct Part {
-    kind: RequestKind,
-    body: Body,
-    pieces: Scatter,
-    payload: u64,
-    ranges: usize,
-    frame: usize,
-}
-
-impl Part {
-    fn new(kind: RequestKind, ranges: usize) -> Self {
-        let ranges = ranges.min(1 << 16);
-        let (body, pieces) = (Body::new(ranges), Scatter::with_capacity(ranges + 1));
-        Self { kind, body, pieces, payload: 0, ranges: 0, frame: 0 }
-    }
-}
-
-/// The two regions of an item: ours, and the peer's.
-struct Sides<'a> {
-    kind: RequestKind,
-    src: RegionId,
-    dst: RegionId,
-    near: &'a Region<Attached>,
-    peer: &'a Arc<Peer>,
-    descriptor: &'a [u8],
-}
-
-impl<'a> Sides<'a> {
-    fn of(item: &Transfer, lease: &'a RegionLease<Attached>) -> Result<Self, TransferError> {
-        let find = |id| lease.find(id).ok_or_else(|| TransferError::stale(id));
-        let (src, dst) = (find(item.src.region)?, find(item.dst.region)?);
-        let (kind, far, near) = match (src.attached(), dst.attached()) {
-            (Attached::Remote { .. }, Attached::Local) => (RequestKind::Read, src, dst),
-            _ => (RequestKind::Write, dst, src),
-        };
-        let Attached::Remote { peer, descriptor } = far.attached() else {
-            return Err(TransferError::unsupported("neither end of the item lies with a peer"));
-        };
-        Ok(Self { kind, src: item.src.region, dst: item.dst.region, near, peer, descriptor })
-    }
-
-    fn is_of(&self, item: &Transfer) -> bool {
-        self.src == item.src.region && self.dst == item.dst.region
-    }
-
-    /// Offsets with the peer, and here.
-    fn ends(&self, item: &Transfer) -> (u64, u64) {
-        match self.kind {
-            RequestKind::Read => (item.src.offset, item.dst.offset),
-            _ => (item.dst.offset, item.src.offset),
-        }
-    }
-}
-
-fn reachable(src: Location, dst: Location) -> bool {
-    let host = |l| matches!(l, Location::Host | Location::PinnedHost);
-    let peer = |l| matches!(l, Location::Peer(_));
-    (peer(src) && host(dst)) || (host(src) && peer(dst))
 }
 
 impl TransferEngine for TcpEngine {
