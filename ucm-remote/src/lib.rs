@@ -2,13 +2,13 @@
 //!
 //! Peers own memory and keep *objects* in it (a block's bytes as one addressable thing, on pages of
 //! one size); a directory says who might have which object; a client puts, gets, and gets ranges.
-//! This version has the types and the traits, the decisions without IO ([`core`]), a medium on host
-//! memory ([`PagedMedium`]) and directories (`EmbeddedDirectory`, `RedisDirectory`); peers and the client
-//! follow. What they must agree on:
+//! One [`Agent`] a node holds the memory ([`HostMedium`]), fetches for all ranks and serves other nodes
+//! ([`PeerService`]); ranks are its clients ([`PoolClient`]). What is decided without IO stands in
+//! [`core`]. What they must agree on:
 //!
 //! * [`Medium`] is the only allocation authority over its memory. An object becomes readable by its
 //!   commit, never before, and leaves only when no lease protects it.
-//! * [`Peer`] is a medium as others reach it: the same verbs in batches, with sessions, leases and
+//! * [`PeerService`] is a medium as others reach it: the same verbs in batches, with sessions, leases and
 //!   ranged reads.
 //! * [`Directory`] holds hints. A wrong or missing answer costs a try, never a wrong byte.
 //! * [`RemotePool`] is the client. It answers each key with one [`GetOutcome`] or [`PutOutcome`]; no
@@ -22,9 +22,12 @@
 
 #![forbid(unsafe_code)]
 
+mod agent;
+mod client;
 pub mod core;
 mod directory;
 mod embedded;
+mod host_medium;
 mod medium;
 mod object;
 mod outcome;
@@ -34,16 +37,21 @@ mod placement;
 mod pool;
 #[cfg(feature = "redis")]
 mod redis_directory;
+mod service;
 
+pub use agent::{Agent, AgentBuilder, AgentError, AgentStats};
+pub use client::PoolClient;
 pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record, Tier};
 pub use embedded::{EmbeddedDirectory, EmbeddedLimits};
+pub use host_medium::HostMedium;
 pub use medium::{Medium, MediumUsage, PageList, Pending, Stored};
 pub use object::{ByteRange, Generation, ObjectKey, PeerId, RangeError, check_ranges};
 pub use outcome::{GetOutcome, PutOutcome, RemoveOutcome};
 pub use paged::{PagedError, PagedLimits, PagedMedium, Segment};
-pub use peer::{Peer, PeerLimits, Resolution, Session};
+pub use peer::PeerUsage;
 pub use placement::{ByHash, LocalFirst, MostFree, PlacementStrategy};
 pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
 #[cfg(feature = "redis")]
 pub use redis_directory::{RedisDirectory, RedisOptions};
+pub use service::PeerService;
 pub use ucm_data::Token;

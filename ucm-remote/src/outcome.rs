@@ -32,9 +32,30 @@ pub enum GetOutcome {
     Stale = 10,
     /// The bytes that came are not the object's.
     Corrupt = 11,
+    /// The bytes came to this node and could not be copied to their destination.
+    Failed = 12,
 }
 
 impl GetOutcome {
+    /// The outcome of this number.
+    pub(crate) fn from_number(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Local,
+            2 => Self::Remote,
+            3 => Self::Joined,
+            4 => Self::Miss,
+            5 => Self::Invalid,
+            6 => Self::TooLarge,
+            7 => Self::Busy,
+            8 => Self::PeerDown,
+            9 => Self::Timeout,
+            10 => Self::Stale,
+            11 => Self::Corrupt,
+            12 => Self::Failed,
+            _ => return None,
+        })
+    }
+
     /// Whether every asked byte is in its destination.
     #[must_use]
     pub fn is_served(self) -> bool {
@@ -73,9 +94,29 @@ pub enum PutOutcome {
     Timeout = 9,
     /// The peer restarted meanwhile; nothing was published.
     Stale = 10,
+    /// The bytes could not be copied from their source; nothing was published.
+    Failed = 11,
 }
 
 impl PutOutcome {
+    /// The outcome of this number.
+    pub(crate) fn from_number(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Created,
+            2 => Self::AlreadyExists,
+            3 => Self::Conflict,
+            4 => Self::Invalid,
+            5 => Self::TooLarge,
+            6 => Self::NoSpace,
+            7 => Self::Busy,
+            8 => Self::PeerDown,
+            9 => Self::Timeout,
+            10 => Self::Stale,
+            11 => Self::Failed,
+            _ => return None,
+        })
+    }
+
     /// Whether the object can be read now.
     #[must_use]
     pub fn is_stored(self) -> bool {
@@ -98,9 +139,22 @@ pub enum RemoveOutcome {
     Timeout = 4,
 }
 
+impl RemoveOutcome {
+    /// The outcome of this number.
+    pub(crate) fn from_number(number: u8) -> Option<Self> {
+        Some(match number {
+            1 => Self::Removed,
+            2 => Self::Miss,
+            3 => Self::PeerDown,
+            4 => Self::Timeout,
+            _ => return None,
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::{GetOutcome, PutOutcome};
+    use super::{GetOutcome, PutOutcome, RemoveOutcome};
 
     #[test]
     fn only_three_gets_and_two_puts_are_good() {
@@ -116,14 +170,24 @@ mod tests {
             GetOutcome::Timeout,
             GetOutcome::Stale,
             GetOutcome::Corrupt,
+            GetOutcome::Failed,
         ];
         for (number, outcome) in (1..).zip(gets) {
             assert_eq!(outcome as u8, number, "numbers never change");
+            assert_eq!(GetOutcome::from_number(number), Some(outcome));
             assert_eq!(outcome.is_served(), number <= 3);
             assert!(!(outcome.is_served() && outcome.may_pass()));
         }
         let puts = [PutOutcome::Created, PutOutcome::AlreadyExists, PutOutcome::Conflict];
         assert_eq!(puts.map(PutOutcome::is_stored), [true, true, false]);
         assert_eq!(PutOutcome::Stale as u8, 10);
+        assert_eq!((GetOutcome::from_number(0), GetOutcome::from_number(13)), (None, None));
+        for number in 1..=11 {
+            assert_eq!(PutOutcome::from_number(number).map(|o| o as u8), Some(number));
+        }
+        for number in 1..=4 {
+            assert_eq!(RemoveOutcome::from_number(number).map(|o| o as u8), Some(number));
+        }
+        assert_eq!((PutOutcome::from_number(12), RemoveOutcome::from_number(5)), (None, None));
     }
 }

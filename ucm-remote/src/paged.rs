@@ -10,8 +10,8 @@ use std::{
 use ucm_transport::{Addr, RegionId};
 
 use crate::{
-    ByteRange, Medium, MediumUsage, ObjectKey, PageList, Pending, PutOutcome, RemoveOutcome,
-    Stored,
+    ByteRange, Generation, Medium, MediumUsage, ObjectKey, PageList, Pending, PutOutcome,
+    RemoveOutcome, Stored,
     core::{Change, Shelf, ShelfLimits},
 };
 
@@ -154,6 +154,38 @@ impl PagedMedium {
             .objects()
             .map(|(key, generation, len)| Change::Stored(key, generation, len))
             .collect()
+    }
+
+    /// An object's generation and length, if it is committed.
+    #[must_use]
+    pub fn find(&self, key: &ObjectKey) -> Option<(Generation, u64)> {
+        self.shelf().find(key)
+    }
+
+    /// Whether somebody writes an object of this key.
+    #[must_use]
+    pub fn is_writing(&self, key: &ObjectKey) -> bool {
+        self.shelf().is_writing(key)
+    }
+
+    /// As [`commit`](Medium::commit), with a lease on the object from its first moment.
+    ///
+    /// # Errors
+    /// As [`commit`](Medium::commit).
+    pub fn commit_leased(&self, pending: Pending, until: Instant) -> Result<u64, PutOutcome> {
+        self.shelf().commit_leased(pending, until)
+    }
+
+    /// Bytes of a page.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
+    }
+
+    /// Committed objects that can be found.
+    #[must_use]
+    pub fn objects(&self) -> usize {
+        self.shelf().len()
     }
 
     /// Objects evicted so far.

@@ -196,6 +196,24 @@ impl Shelf {
         PutOutcome::Created
     }
 
+    /// As [`commit`](Self::commit), with a lease on the new object from its first moment: nothing can
+    /// evict it in between. The limit of leases does not count here; pending objects have one.
+    ///
+    /// # Errors
+    /// As [`commit`](Self::commit).
+    pub fn commit_leased(&mut self, pending: Pending, until: Instant) -> Result<u64, PutOutcome> {
+        match self.commit(pending) {
+            PutOutcome::Created => {}
+            other => return Err(other),
+        }
+        let object = self.objects.get_mut(&pending.id).ok_or(PutOutcome::Stale)?;
+        object.leases += 1;
+        self.next += 1;
+        self.leases.insert(self.next, (pending.id, until));
+        self.ends.insert((until, self.next));
+        Ok(self.next)
+    }
+
     fn take_writing(&mut self, id: u64) -> Option<Writing> {
         let writing = self.writing.remove(&id)?;
         self.writing_keys.remove(&writing.key);
@@ -347,6 +365,24 @@ impl Shelf {
     pub fn find(&self, key: &ObjectKey) -> Option<(Generation, u64)> {
         let id = self.keys.get(key)?;
         self.objects.get(id).map(|object| (Generation(*id), object.len))
+    }
+
+    /// Whether somebody writes an object of this key.
+    #[must_use]
+    pub fn is_writing(&self, key: &ObjectKey) -> bool {
+        self.writing_keys.contains_key(key)
+    }
+
+    /// Committed objects that can be found.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Whether no object can be found.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty()
     }
 
     /// How full it is. `quarantine_bytes` are those of aborted and of removed objects.

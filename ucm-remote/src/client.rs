@@ -1,0 +1,313 @@
+//! The client's side of a node's pool: asks the agent, and copies.
+//!
+//! **Invariant:** a destination is written by this client's engine only, and no longer when the call has
+//! returned; what is copied from stays as it is until the copy has ended.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use ucm_transport::{
+    Addr, Completion, Quiesce, RegionId, SharedEngine, Ticket, Transfer, TransferEngine,
+    TransferError, TransferPlan,
+};
+
+use crate::{
+    ByteRange, GetOutcome, GetRequest, ObjectKey, PageList, PutOutcome, PutRequest, RemotePool,
+    RemoveOutcome, Source,
+    agent::{Call, Delivery, Event, Inner, Want},
+    core::{Coverage, coverage, walk},
+};
+
+/// A rank's way to the pool of its node. Thread-safe; sources and destinations are regions of the engine
+/// that it was made with.
+pub struct PoolClient {
+    agent: Arc<Inner>,
+    engine: SharedEngine,
+    /// The node's segments, as the engine names them.
+    segments: Vec<RegionId>,
+    copied: AtomicU64,
+}
+
+/// Copies of a call that have not ended.
+struct Copies<'a> {
+    client: &'a PoolClient,
+    lane: Arc<dyn TransferEngine>,
+    flying: HashMap<Ticket, usize>,
+    ended: Vec<Completion>,
+}
+
+/// Long enough for anything that ends at all.
+const LONG: Duration = Duration::from_secs(3600);
+
+impl PoolClient {
+    pub(crate) fn in_process(
+        agent: &Arc<Inner>,
+        engine: Arc<dyn TransferEngine>,
+    ) -> Result<Self, TransferError> {
+        let mut segments = Vec::with_capacity(agent.segments().len());
+        for memory in agent.segments() {
+            match engine.register(memory.clone()) {
+                Ok(region) => segments.push(region),
+                Err(error) => {
+                    for region in segments {
+                        // Nobody knows it yet.
+                        let _ = engine.deregister(region);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        let engine = SharedEngine::new(engine);
+        Ok(Self { agent: Arc::clone(agent), engine, segments, copied: AtomicU64::new(0) })
+    }
+
+    /// Bytes that were copied to destinations.
+    #[must_use]
+    pub fn copied_bytes(&self) -> u64 {
+        self.copied.load(Ordering::Relaxed)
+    }
+
+    /// As [`get`](RemotePool::get), telling each key's end when it comes: a reader begins with what is
+    /// there first.
+    pub fn get_each(
+        &self,
+        requests: &[GetRequest],
+        deadline: Instant,
+        mut ended: impl FnMut(usize, GetOutcome),
+    ) {
+        let wants = requests.iter().map(|request| Want {
+            key: request.key,
+            len: request.len,
+            ranges: request.ranges.iter().map(|destination| destination.range).collect(),
+            will_read_all: request.will_read_all,
+        });
+        let mut call = Call::new(&self.agent, wants.collect(), deadline);
+        let mut copies = self.copies();
+        let mut keys: Vec<Progress> = vec![Progress::default(); requests.len()];
+        while let Some(event) = call.next() {
+            match event {
+                Event::Ended(index, outcome) => {
+                    if let Some(key) = keys.get_mut(index) {
+                        key.end = Some(outcome);
+                    }
+                    self.tell(index, &mut keys, &mut ended);
+                }
+                Event::Ready(delivery) => {
+                    let index = delivery.index;
+                    let items = requests.get(index).and_then(|r| self.items(r, &delivery));
+                    if let Some(key) = keys.get_mut(index) {
+                        key.end = delivery.last.then_some(delivery.outcome);
+                        match items.map(|items| copies.start(index, items, delivery.pin)) {
+                            Some(true) => key.copying += 1,
+                            _ => key.failed = true,
+                        }
+                    }
+                    self.tell(index, &mut keys, &mut ended);
+                }
+            }
+            copies.look(|index, good| {
+                if let Some(key) = keys.get_mut(index) {
+                    key.copying -= 1;
+                    key.failed |= !good;
+                }
+                self.tell(index, &mut keys, &mut ended);
+            });
+        }
+        copies.finish(|index, good| {
+            if let Some(key) = keys.get_mut(index) {
+                key.copying -= 1;
+                key.failed |= !good;
+            }
+            self.tell(index, &mut keys, &mut ended);
+        });
+    }
+
+    fn tell(&self, index: usize, keys: &mut [Progress], ended: &mut impl FnMut(usize, GetOutcome)) {
+        let Some(key) = keys.get_mut(index) else { return };
+        // Nothing writes its destinations, and nothing will.
+        if key.copying == 0
+            && let Some(outcome) = key.end.take()
+        {
+            let failed = key.failed && outcome.is_served();
+            ended(index, if failed { GetOutcome::Failed } else { outcome });
+        }
+    }
+
+    /// From the node's memory to the destinations.
+    fn items(&self, request: &GetRequest, delivery: &Delivery) -> Option<Vec<Transfer>> {
+        let mut items = Vec::with_capacity(request.ranges.len());
+        let mut copy = |index: usize, at: Option<u64>| {
+            let destination = request.ranges.get(index)?;
+            let range = destination.range;
+            let from = ByteRange { offset: at.unwrap_or(range.offset), len: range.len };
+            self.pieces(&delivery.pages, from, destination.to, |page, other, len| {
+                items.push(Transfer { src: page, dst: other, len });
+            })
+        };
+        if delivery.parts.is_empty() {
+            (0..request.ranges.len()).try_for_each(|index| copy(index, None))?;
+        } else {
+            delivery.parts.iter().try_for_each(|(index, at)| copy(*index, Some(*at)))?;
+        }
+        Some(items)
+    }
+
+    /// Pieces of a range of an object here, each with its place in a region that holds the range from
+    /// `other` on. `None` when the pages do not hold it.
+    fn pieces(
+        &self,
+        pages: &PageList,
+        range: ByteRange,
+        other: Addr,
+        mut emit: impl FnMut(Addr, Addr, u64),
+    ) -> Option<()> {
+        let mut known = true;
+        let walked = walk(pages, range, |fragment| {
+            let index = usize::try_from(fragment.addr.region.index).ok();
+            let region = index.and_then(|index| self.segments.get(index));
+            match (region, other.offset.checked_add(fragment.before)) {
+                (Some(region), Some(offset)) => {
+                    let page = Addr { region: *region, offset: fragment.addr.offset };
+                    emit(page, Addr { offset, ..other }, fragment.len);
+                    std::ops::ControlFlow::Continue(())
+                }
+                _ => {
+                    known = false;
+                    std::ops::ControlFlow::Break(())
+                }
+            }
+        });
+        (walked.is_ok() && known).then_some(())
+    }
+
+    fn copies(&self) -> Copies<'_> {
+        Copies { client: self, lane: self.engine.lane(), flying: HashMap::new(), ended: Vec::new() }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Progress {
+    /// How it ends once nothing is copied any more.
+    end: Option<GetOutcome>,
+    copying: usize,
+    failed: bool,
+}
+
+impl Copies<'_> {
+    /// Begins to copy; what must live until the end goes with it.
+    fn start(&mut self, index: usize, items: Vec<Transfer>, hold: impl Send + 'static) -> bool {
+        let plan = TransferPlan { items, holds: vec![Box::new(hold)] };
+        match self.lane.submit(plan) {
+            Ok(ticket) => {
+                self.flying.insert(ticket, index);
+                true
+            }
+            Err(rejected) => {
+                tracing::debug!(error = %rejected.error, "a copy was refused");
+                false
+            }
+        }
+    }
+
+    /// Takes in what has ended.
+    fn look(&mut self, mut ended: impl FnMut(usize, bool)) {
+        self.lane.poll(&mut self.ended);
+        for completion in self.ended.drain(..) {
+            let index = self.flying.remove(&completion.ticket);
+            if let Ok(bytes) = &completion.result {
+                self.client.copied.fetch_add(*bytes, Ordering::Relaxed);
+            }
+            let good = completion.result.is_ok();
+            // The pages go before the key is told of: when a call returns, nothing is held for it.
+            drop(completion);
+            if let Some(index) = index {
+                ended(index, good);
+            }
+        }
+    }
+
+    /// Waits until nothing is copied any more.
+    fn finish(&mut self, mut ended: impl FnMut(usize, bool)) {
+        self.look(&mut ended);
+        while !self.flying.is_empty() {
+            // The caller's memory is lent by reference: it cannot be let go earlier.
+            let _ = self.lane.quiesce(Quiesce::All, Instant::now() + LONG);
+            self.look(&mut ended);
+        }
+    }
+}
+
+impl RemotePool for PoolClient {
+    fn get(&self, requests: &[GetRequest], deadline: Instant) -> Vec<GetOutcome> {
+        let mut outcomes = vec![GetOutcome::Timeout; requests.len()];
+        self.get_each(requests, deadline, |index, outcome| {
+            if let Some(place) = outcomes.get_mut(index) {
+                *place = outcome;
+            }
+        });
+        outcomes
+    }
+
+    fn put(&self, requests: &[PutRequest], deadline: Instant) -> Vec<PutOutcome> {
+        requests.iter().map(|request| self.put_one(request, deadline)).collect()
+    }
+
+    fn exists(
+        &self,
+        keys: &[ObjectKey],
+        deadline: Instant,
+    ) -> Vec<Result<Option<u64>, GetOutcome>> {
+        self.agent.exists(keys, deadline)
+    }
+
+    fn remove(&self, keys: &[ObjectKey], deadline: Instant) -> Vec<RemoveOutcome> {
+        self.agent.remove(keys, deadline)
+    }
+
+    fn touch(&self, keys: &[ObjectKey]) {
+        self.agent.touch(keys);
+    }
+}
+
+impl PoolClient {
+    fn put_one(&self, request: &PutRequest, deadline: Instant) -> PutOutcome {
+        let ranges: Vec<ByteRange> = request.ranges.iter().map(|source| source.range).collect();
+        // A gap or an overlap publishes nothing.
+        if matches!(coverage(&ranges, request.len), Err(_) | Ok(Coverage::Part)) {
+            return PutOutcome::Invalid;
+        }
+        let put = match self.agent.begin_put(&request.key, request.len, deadline) {
+            Ok(put) => put,
+            Err(outcome) => return outcome,
+        };
+        let mut items = Vec::with_capacity(request.ranges.len());
+        for Source { range, from } in &request.ranges {
+            let pieces = self.pieces(put.pages(), *range, *from, |page, other, len| {
+                items.push(Transfer { src: other, dst: page, len });
+            });
+            if pieces.is_none() {
+                return PutOutcome::Invalid;
+            }
+        }
+        let mut copies = self.copies();
+        let mut good = copies.start(0, items, Arc::clone(&put));
+        copies.finish(|_, ended_well| good &= ended_well);
+        if good { put.commit(deadline) } else { PutOutcome::Failed }
+    }
+}
+
+impl fmt::Debug for PoolClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PoolClient")
+            .field("engine", &self.engine)
+            .field("copied_bytes", &self.copied_bytes())
+            .finish_non_exhaustive()
+    }
+}
