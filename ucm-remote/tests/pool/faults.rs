@@ -169,6 +169,28 @@ fn f4_what_is_sent_is_not_overwritten() {
     idle(&owner);
 }
 
+/// A peer refuses an exchange as a whole: which of its objects it meant is found out, and the others are
+/// served.
+#[test]
+fn f4_one_evicted_key_costs_its_siblings_nothing() {
+    let directory = directory();
+    let owner = Setup::new("owner", 16).start(&directory);
+    let reader = Setup::new("reader", 16).with(|b| b.prefetch(false)).start(&directory);
+    (1..=3).for_each(|number| owner.publish(&directory, number, 0, 8192));
+    let part = |n, at| reader.reading(n, 8192, &[range(at, 1000)]);
+    let first: Vec<_> = (1..=3).map(|n| part(n, 0)).collect();
+    assert_eq!(reader.read(&first, soon()), [GetOutcome::Remote; 3]);
+    let _ = owner.agent.medium().medium().remove(&key(2));
+    let second: Vec<_> = (1..=3).map(|n| part(n, 5000)).collect();
+    let outcomes = reader.read(&second, soon());
+    assert_eq!(outcomes, [GetOutcome::Remote, GetOutcome::Miss, GetOutcome::Remote]);
+    second[0].check(1, 0);
+    second[2].check(3, 0);
+    assert!(second[1].is_untouched());
+    idle(&reader);
+    idle(&owner);
+}
+
 /// F4 over shm: a lease that has run out protects nothing, and what is read then is given to nobody.
 #[test]
 fn f4_what_is_lent_is_not_read_after_its_time() {

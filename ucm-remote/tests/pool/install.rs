@@ -201,6 +201,36 @@ fn i8_ranks_share_every_byte() {
     });
 }
 
+/// Pulls begin when nothing in the foreground is on the wire, and not before.
+#[test]
+fn i7_pulls_wait_for_the_foreground() {
+    let directory = directory();
+    let proxy = Proxy::new();
+    let address = proxy.address.to_string();
+    let owner = Setup::new("owner", 16).with(move |b| b.advertise(&*address)).start(&directory);
+    proxy.lead_to(owner.agent.address().unwrap());
+    let reader = Setup::new("reader", 16).start(&directory);
+    owner.publish(&directory, 1, 0, 8192);
+    owner.publish(&directory, 2, 0, 8192);
+    assert!(reader.get(1, 0, 8192, &[range(0, 10)]).is_served());
+    proxy.allow(0);
+    thread::scope(|scope| {
+        let large = scope.spawn(|| reader.get(2, 0, 8192, &[range(0, 8192)]));
+        eventually("it is on its way", || reader.agent.stats().fetches == 1);
+        let second = scope.spawn(|| reader.get(1, 0, 8192, &[range(100, 10)]));
+        eventually("it is on its way", || reader.agent.stats().fetches == 2);
+        // The rest of key 1 is wanted from now on; the puller has all the time it needs.
+        thread::sleep(std::time::Duration::from_millis(50));
+        assert_eq!(reader.agent.stats().fetches, 2, "a pull is on the wire");
+        proxy.allow_all();
+        assert!(large.join().unwrap().is_served() && second.join().unwrap().is_served());
+    });
+    eventually("it is whole", || reader.is_resident(1));
+    let stats = reader.agent.stats();
+    assert_eq!((stats.wire_bytes, stats.pulled_bytes), (2 * 8192, 8172));
+    idle(&reader);
+}
+
 /// I9: the object is put here while it is on its way here.
 #[test]
 fn i9_already_there_when_it_arrives() {
