@@ -4,8 +4,10 @@
 //! returned; what is copied from stays as it is until the copy has ended.
 
 use std::{
+    any::Any,
     collections::HashMap,
     fmt,
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering},
@@ -14,21 +16,22 @@ use std::{
 };
 
 use ucm_transport::{
-    Addr, Completion, Quiesce, RegionId, SharedEngine, Ticket, Transfer, TransferEngine,
+    Addr, Completion, Memory, Quiesce, RegionId, SharedEngine, Ticket, Transfer, TransferEngine,
     TransferError, TransferPlan,
 };
 
 use crate::{
     ByteRange, GetOutcome, GetRequest, ObjectKey, PageList, PutOutcome, PutRequest, RemotePool,
     RemoveOutcome, Source,
-    agent::{Call, Delivery, Event, Inner, Want},
+    agent::{Call, Event, Inner, Put, Want},
     core::{Coverage, coverage, walk},
+    ranks::Rank,
 };
 
 /// A rank's way to the pool of its node. Thread-safe; sources and destinations are regions of the engine
 /// that it was made with.
 pub struct PoolClient {
-    agent: Arc<Inner>,
+    node: Box<dyn Node>,
     engine: SharedEngine,
     /// The node's segments, as the engine names them.
     segments: Vec<RegionId>,
@@ -46,13 +49,146 @@ struct Copies<'a> {
 /// Long enough for anything that ends at all.
 const LONG: Duration = Duration::from_secs(3600);
 
+/// The node's agent, as its clients know it.
+pub(crate) trait Node: fmt::Debug + Send + Sync {
+    /// The medium's segments and the arena.
+    fn segments(&self) -> &[Memory];
+
+    fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events>;
+
+    /// Takes memory for an object.
+    fn begin_put(
+        &self,
+        key: &ObjectKey,
+        len: u64,
+        deadline: Instant,
+    ) -> Result<Box<dyn Begun>, PutOutcome>;
+
+    fn exists(&self, keys: &[ObjectKey], deadline: Instant)
+    -> Vec<Result<Option<u64>, GetOutcome>>;
+
+    fn remove(&self, keys: &[ObjectKey], deadline: Instant) -> Vec<RemoveOutcome>;
+
+    fn touch(&self, keys: &[ObjectKey]);
+}
+
+/// What a call says, until every key has ended.
+pub(crate) trait Events {
+    fn next(&mut self) -> Option<Happened>;
+}
+
+#[derive(Debug)]
+pub(crate) enum Happened {
+    Ready(Delivered),
+    Ended(usize, GetOutcome),
+}
+
+/// Bytes that can be copied; see `Delivery`.
+#[derive(Debug)]
+pub(crate) struct Delivered {
+    pub(crate) index: usize,
+    pub(crate) outcome: GetOutcome,
+    pub(crate) pages: Arc<PageList>,
+    pub(crate) parts: Vec<(usize, u64)>,
+    pub(crate) last: bool,
+    /// They stay while this lives.
+    pub(crate) hold: Box<dyn Any + Send>,
+}
+
+/// An object that is being put. Given up by dropping it, which must come after the last copy.
+pub(crate) trait Begun {
+    /// Where its bytes go.
+    fn pages(&self) -> &PageList;
+
+    /// Goes with a copy into the pages.
+    fn hold(&self) -> Box<dyn Any + Send>;
+
+    /// All bytes are there: publishes it.
+    fn commit(&self, deadline: Instant) -> PutOutcome;
+}
+
+impl Node for Arc<Inner> {
+    fn segments(&self) -> &[Memory] {
+        Inner::segments(self)
+    }
+
+    fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events> {
+        Box::new(Call::new(self, wants, deadline))
+    }
+
+    fn begin_put(
+        &self,
+        key: &ObjectKey,
+        len: u64,
+        deadline: Instant,
+    ) -> Result<Box<dyn Begun>, PutOutcome> {
+        Ok(Box::new(Inner::begin_put(self, key, len, deadline)?))
+    }
+
+    fn exists(
+        &self,
+        keys: &[ObjectKey],
+        deadline: Instant,
+    ) -> Vec<Result<Option<u64>, GetOutcome>> {
+        Inner::exists(self, keys, deadline)
+    }
+
+    fn remove(&self, keys: &[ObjectKey], deadline: Instant) -> Vec<RemoveOutcome> {
+        Inner::remove(self, keys, deadline)
+    }
+
+    fn touch(&self, keys: &[ObjectKey]) {
+        Inner::touch(self, keys);
+    }
+}
+
+impl Events for Call {
+    fn next(&mut self) -> Option<Happened> {
+        Some(match Self::next(self)? {
+            Event::Ended(index, outcome) => Happened::Ended(index, outcome),
+            Event::Ready(delivery) => Happened::Ready(Delivered {
+                index: delivery.index,
+                outcome: delivery.outcome,
+                pages: delivery.pages,
+                parts: delivery.parts,
+                last: delivery.last,
+                hold: Box::new(delivery.pin),
+            }),
+        })
+    }
+}
+
+impl Begun for Arc<Put> {
+    fn pages(&self) -> &PageList {
+        Put::pages(self)
+    }
+
+    fn hold(&self) -> Box<dyn Any + Send> {
+        Box::new(Self::clone(self))
+    }
+
+    fn commit(&self, deadline: Instant) -> PutOutcome {
+        Put::commit(self, deadline)
+    }
+}
+
 impl PoolClient {
-    pub(crate) fn in_process(
-        agent: &Arc<Inner>,
+    /// The client of a rank in a process of its own: connects to the agent that serves ranks at `path`, and
+    /// maps the node's memory. Takes over the completions of `engine`.
+    ///
+    /// # Errors
+    /// `PeerDown` when no agent of this version answers, `Registration` when its memory cannot be mapped,
+    /// and as [`TransferEngine::register`].
+    pub fn connect(path: &Path, engine: Arc<dyn TransferEngine>) -> Result<Self, TransferError> {
+        Self::new(Box::new(Rank::connect(path)?), engine)
+    }
+
+    pub(crate) fn new(
+        node: Box<dyn Node>,
         engine: Arc<dyn TransferEngine>,
     ) -> Result<Self, TransferError> {
-        let mut segments = Vec::with_capacity(agent.segments().len());
-        for memory in agent.segments() {
+        let mut segments = Vec::with_capacity(node.segments().len());
+        for memory in node.segments() {
             match engine.register(memory.clone()) {
                 Ok(region) => segments.push(region),
                 Err(error) => {
@@ -64,8 +200,7 @@ impl PoolClient {
                 }
             }
         }
-        let engine = SharedEngine::new(engine);
-        Ok(Self { agent: Arc::clone(agent), engine, segments, copied: AtomicU64::new(0) })
+        Ok(Self { node, engine: SharedEngine::new(engine), segments, copied: AtomicU64::new(0) })
     }
 
     /// Bytes that were copied to destinations.
@@ -88,23 +223,23 @@ impl PoolClient {
             ranges: request.ranges.iter().map(|destination| destination.range).collect(),
             will_read_all: request.will_read_all,
         });
-        let mut call = Call::new(&self.agent, wants.collect(), deadline);
+        let mut call = self.node.call(wants.collect(), deadline);
         let mut copies = self.copies();
         let mut keys: Vec<Progress> = vec![Progress::default(); requests.len()];
         while let Some(event) = call.next() {
             match event {
-                Event::Ended(index, outcome) => {
+                Happened::Ended(index, outcome) => {
                     if let Some(key) = keys.get_mut(index) {
                         key.end = Some(outcome);
                     }
                     self.tell(index, &mut keys, &mut ended);
                 }
-                Event::Ready(delivery) => {
+                Happened::Ready(delivery) => {
                     let index = delivery.index;
                     let items = requests.get(index).and_then(|r| self.items(r, &delivery));
                     if let Some(key) = keys.get_mut(index) {
                         key.end = delivery.last.then_some(delivery.outcome);
-                        match items.map(|items| copies.start(index, items, delivery.pin)) {
+                        match items.map(|items| copies.start(index, items, delivery.hold)) {
                             Some(true) => key.copying += 1,
                             _ => key.failed = true,
                         }
@@ -141,7 +276,7 @@ impl PoolClient {
     }
 
     /// From the node's memory to the destinations.
-    fn items(&self, request: &GetRequest, delivery: &Delivery) -> Option<Vec<Transfer>> {
+    fn items(&self, request: &GetRequest, delivery: &Delivered) -> Option<Vec<Transfer>> {
         let mut items = Vec::with_capacity(request.ranges.len());
         let mut copy = |index: usize, at: Option<u64>| {
             let destination = request.ranges.get(index)?;
@@ -202,8 +337,8 @@ struct Progress {
 
 impl Copies<'_> {
     /// Begins to copy; what must live until the end goes with it.
-    fn start(&mut self, index: usize, items: Vec<Transfer>, hold: impl Send + 'static) -> bool {
-        let plan = TransferPlan { items, holds: vec![Box::new(hold)] };
+    fn start(&mut self, index: usize, items: Vec<Transfer>, hold: Box<dyn Any + Send>) -> bool {
+        let plan = TransferPlan { items, holds: vec![hold] };
         match self.lane.submit(plan) {
             Ok(ticket) => {
                 self.flying.insert(ticket, index);
@@ -264,15 +399,15 @@ impl RemotePool for PoolClient {
         keys: &[ObjectKey],
         deadline: Instant,
     ) -> Vec<Result<Option<u64>, GetOutcome>> {
-        self.agent.exists(keys, deadline)
+        self.node.exists(keys, deadline)
     }
 
     fn remove(&self, keys: &[ObjectKey], deadline: Instant) -> Vec<RemoveOutcome> {
-        self.agent.remove(keys, deadline)
+        self.node.remove(keys, deadline)
     }
 
     fn touch(&self, keys: &[ObjectKey]) {
-        self.agent.touch(keys);
+        self.node.touch(keys);
     }
 }
 
@@ -283,7 +418,7 @@ impl PoolClient {
         if matches!(coverage(&ranges, request.len), Err(_) | Ok(Coverage::Part)) {
             return PutOutcome::Invalid;
         }
-        let put = match self.agent.begin_put(&request.key, request.len, deadline) {
+        let put = match self.node.begin_put(&request.key, request.len, deadline) {
             Ok(put) => put,
             Err(outcome) => return outcome,
         };
@@ -297,7 +432,7 @@ impl PoolClient {
             }
         }
         let mut copies = self.copies();
-        let mut good = copies.start(0, items, Arc::clone(&put));
+        let mut good = copies.start(0, items, put.hold());
         copies.finish(|_, ended_well| good &= ended_well);
         if good { put.commit(deadline) } else { PutOutcome::Failed }
     }

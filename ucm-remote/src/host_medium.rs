@@ -5,6 +5,7 @@
 
 use std::{fmt, sync::Arc};
 
+use ucm_data::Segments;
 use ucm_transport::{Addr, Memory, RegionId};
 
 use crate::{PagedError, PagedLimits, PagedMedium, Segment};
@@ -19,6 +20,7 @@ pub(crate) fn segment(index: u32, offset: u64) -> Addr {
 pub struct HostMedium {
     segments: Arc<[Memory]>,
     medium: Arc<PagedMedium>,
+    shared: Option<Segments>,
 }
 
 impl HostMedium {
@@ -36,7 +38,21 @@ impl HostMedium {
             })
             .collect();
         let medium = Arc::new(PagedMedium::new(&named, limits)?);
-        Ok(Self { segments: segments.into(), medium })
+        Ok(Self { segments: segments.into(), medium, shared: None })
+    }
+
+    /// As [`new`](Self::new), of memory that ranks in other processes can map.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), and `Mapping` when it cannot be mapped here.
+    pub fn shared(segments: &Segments, limits: PagedLimits) -> Result<Self, PagedError> {
+        let memory = Memory::of_segments(segments)
+            .map_err(|error| PagedError::Mapping(error.to_string()))?;
+        Ok(Self { shared: Some(segments.clone()), ..Self::new(memory, limits)? })
+    }
+
+    pub(crate) fn shared_segments(&self) -> Option<&Segments> {
+        self.shared.as_ref()
     }
 
     /// Its bookkeeping.

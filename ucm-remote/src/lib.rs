@@ -35,6 +35,7 @@ mod paged;
 mod peer;
 mod placement;
 mod pool;
+mod ranks;
 #[cfg(feature = "redis")]
 mod redis_directory;
 mod service;

@@ -84,6 +84,9 @@ pub enum PagedError {
     /// A segment ends beyond 64 bits.
     #[error("segment {0} ends beyond 64 bits")]
     Address(usize),
+    /// Its memory cannot be mapped.
+    #[error("{0}")]
+    Mapping(String),
 }
 
 impl PagedMedium {

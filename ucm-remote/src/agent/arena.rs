@@ -31,6 +31,7 @@ pub(super) struct Arena {
 struct State {
     free: FreePages,
     waiting: VecDeque<Waiting>,
+    closed: bool,
 }
 
 #[derive(Debug)]
@@ -52,7 +53,7 @@ pub(super) struct ArenaLease {
 impl Arena {
     pub(super) fn new(index: u32, bytes: u64, page_bytes: u64) -> Arc<Self> {
         let pages = u32::try_from(bytes / page_bytes.max(1)).unwrap_or(u32::MAX);
-        let state = State { free: FreePages::new(pages), waiting: VecDeque::new() };
+        let state = State { free: FreePages::new(pages), waiting: VecDeque::new(), closed: false };
         Arc::new(Self {
             index,
             page_bytes,
@@ -91,6 +92,11 @@ impl Arena {
         tell(granted);
     }
 
+    /// Nothing is granted any more.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+    }
+
     /// A key of this bell waits no longer; `None`: none of its keys.
     pub(super) fn leave(self: &Arc<Self>, bell: &Arc<Bell>, index: Option<usize>) {
         let gone = |waiting: &Waiting| {
@@ -109,6 +115,9 @@ impl Arena {
 
     fn grant(self: &Arc<Self>, state: &mut State) -> Vec<(Waiting, ArenaLease)> {
         let mut granted = Vec::new();
+        if state.closed {
+            return granted;
+        }
         while let Some(numbers) = state.waiting.front().and_then(|w| state.free.take(w.pages)) {
             let Some(waiting) = state.waiting.pop_front() else { break };
             let waited = u64::try_from(waiting.since.elapsed().as_nanos()).unwrap_or(u64::MAX);

@@ -9,12 +9,13 @@ use std::{
     time::Duration,
 };
 
+use ucm_data::Segments;
 use ucm_transport::{
     Memory, RegionId, Secret, ShmEngine, TcpEngine, TcpServerConfig, TransferEngine, TransferError,
 };
 
 use super::{
-    Agent, Counters, Inner, Woken,
+    Agent, Counters, Inner, Shared, Woken,
     announce::{self, Announcer},
     arena::Arena,
     lock,
@@ -32,9 +33,15 @@ pub enum AgentError {
     /// An engine or the server was refused something.
     #[error(transparent)]
     Transfer(#[from] TransferError),
-    /// No thread.
-    #[error("no thread for the remote pool's agent: {0}")]
-    Thread(String),
+    /// The operating system refused something.
+    #[error("the remote pool's agent: {0}")]
+    System(String),
+    /// Other processes cannot map its memory.
+    #[error(
+        "the memory cannot be passed to other processes; make the medium of `HostMedium::shared` and give \
+         the builder a `shared_arena` of one segment"
+    )]
+    Memory,
 }
 
 #[derive(Clone, Debug)]
@@ -66,6 +73,7 @@ pub struct AgentBuilder {
     directory: Arc<dyn Directory>,
     secret: Secret,
     arena: Option<Memory>,
+    shared_arena: Option<Segments>,
     options: Options,
 }
 
@@ -96,7 +104,7 @@ impl Agent {
             arena_page_bytes: 4096,
             placement: None,
         };
-        AgentBuilder { medium, directory, secret, arena: None, options }
+        AgentBuilder { medium, directory, secret, arena: None, shared_arena: None, options }
     }
 }
 
@@ -123,6 +131,12 @@ impl AgentBuilder {
     /// `TooLarge`.
     pub fn arena(mut self, memory: Memory) -> Self {
         self.arena = Some(memory);
+        self
+    }
+
+    /// As [`arena`](Self::arena), of one segment that ranks in other processes can map.
+    pub fn shared_arena(mut self, segments: Segments) -> Self {
+        self.shared_arena = Some(segments);
         self
     }
 
@@ -198,7 +212,23 @@ impl AgentBuilder {
     /// # Errors
     /// See [`AgentError`].
     pub fn start(self) -> Result<Agent, AgentError> {
-        let Self { medium, directory, secret, arena, options } = self;
+        let Self { medium, directory, secret, arena, shared_arena, options } = self;
+        let arena = match (&shared_arena, arena) {
+            (Some(segments), _) => {
+                let mut memory = Memory::of_segments(segments)?;
+                if memory.len() != 1 {
+                    return Err(AgentError::Memory);
+                }
+                memory.pop()
+            }
+            (None, arena) => arena,
+        };
+        // All of it, or none: ranks name segments by their number.
+        let passed_on = shared_arena.is_some() || arena.is_none();
+        let shared = medium
+            .shared_segments()
+            .filter(|_| passed_on)
+            .map(|medium| Shared { medium: medium.clone(), arena: shared_arena });
         let tcp = Arc::new(
             TcpEngine::builder()
                 .max_in_flight(options.objects.saturating_mul(64).max(4096))
@@ -225,6 +255,7 @@ impl AgentBuilder {
             options,
             medium,
             segments,
+            shared,
             tcp,
             shm,
             tcp_segments,
@@ -239,7 +270,7 @@ impl AgentBuilder {
             counters: Counters::default(),
         });
         // A partly started agent is stopped by its drop.
-        let mut agent = Agent { inner: Arc::clone(&inner), threads: Vec::new() };
+        let mut agent = Agent { ranks: Vec::new(), inner: Arc::clone(&inner), threads: Vec::new() };
         let waker = || Waker::from(Arc::new(Woken(Arc::downgrade(&inner))));
         inner.tcp.set_waker(Some(waker()));
         inner.shm.set_waker(Some(waker()));
@@ -252,7 +283,7 @@ impl AgentBuilder {
             std::thread::Builder::new()
                 .name(name.into())
                 .spawn(run)
-                .map_err(|error| AgentError::Thread(error.to_string()))
+                .map_err(|error| AgentError::System(format!("no thread: {error}")))
         };
         let of_thread = Arc::clone(&inner);
         agent

@@ -106,7 +106,21 @@ struct ArenaRun {
     flying: Vec<Part>,
 }
 
+/// Ends a call from another thread.
+#[derive(Debug)]
+pub(crate) struct Stop(Arc<Bell>);
+
+impl Stop {
+    pub(crate) fn stop(&self) {
+        self.0.stop();
+    }
+}
+
 impl Call {
+    pub(crate) fn stop(&self) -> Stop {
+        Stop(Arc::clone(&self.bell))
+    }
+
     pub(crate) fn new(inner: &Arc<Inner>, wants: Vec<Want>, deadline: Instant) -> Self {
         let bell: Arc<Bell> = Arc::default();
         inner.enter(&bell);

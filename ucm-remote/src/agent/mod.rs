@@ -20,6 +20,7 @@ use std::{
     collections::HashMap,
     fmt,
     net::SocketAddr,
+    path::Path,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -29,26 +30,33 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ucm_data::Segments;
 use ucm_transport::{
-    Access, Memory, RegionId, ShmEngine, TcpEngine, TcpServer, TransferEngine, TransferError,
+    Access, ErrorKind, Memory, RegionId, ShmEngine, TcpEngine, TcpServer, TransferEngine,
+    TransferError,
 };
 
 pub use self::builder::{AgentBuilder, AgentError};
-pub(crate) use self::call::{Call, Delivery, Event, Want};
 use self::{
     announce::Announcer,
     arena::Arena,
     bell::{Bell, Told},
     builder::Options,
-    pin::Pin,
     pull::Puller,
     routes::Routes,
     source::{Ended, Mapped, Source, Way},
     table::{After, News, Table, Tell},
 };
+pub(crate) use self::{
+    call::{Call, Event, Stop, Want},
+    pin::Pin,
+    put::Put,
+};
 use crate::{
     DirectoryError, GetOutcome, HostMedium, Medium as _, MediumUsage, Member, ObjectKey, PeerUsage,
     PoolClient, Record, Token,
+    client::Node as _,
+    ranks::{Rank, RankServer},
     service::{Link, LinkError, Links},
 };
 
@@ -123,6 +131,7 @@ struct Counters {
 /// See the module description. Dropping it ends everything: calls end as `PeerDown`, connections are
 /// closed, and when that has returned nothing of it writes any memory.
 pub struct Agent {
+    ranks: Vec<RankServer>,
     inner: Arc<Inner>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -133,6 +142,8 @@ pub(crate) struct Inner {
     medium: HostMedium,
     /// The medium's segments and the arena, in the order of their numbers.
     segments: Vec<Memory>,
+    /// The same as it can be passed on, if it can.
+    shared: Option<Shared>,
     tcp: Arc<TcpEngine>,
     shm: ShmEngine,
     /// Those segments, as each engine names them.
@@ -153,6 +164,27 @@ pub(crate) struct Inner {
     bells: Mutex<Vec<Arc<Bell>>>,
     stopping: AtomicBool,
     counters: Counters,
+}
+
+/// Memory that other processes can map.
+#[derive(Clone, Debug)]
+pub(crate) struct Shared {
+    medium: Segments,
+    arena: Option<Segments>,
+}
+
+impl Shared {
+    pub(crate) fn segments(&self) -> Vec<&Segments> {
+        std::iter::once(&self.medium).chain(&self.arena).collect()
+    }
+
+    pub(crate) fn fds(&self) -> usize {
+        self.segments().iter().map(|segments| segments.fds().len()).sum()
+    }
+
+    pub(crate) fn geometries(&self) -> Vec<Vec<u8>> {
+        self.segments().iter().map(|segments| segments.geometry().encode()).collect()
+    }
 }
 
 /// Wakes the agent when an engine has something to tell.
@@ -180,7 +212,7 @@ impl Agent {
     /// Names this run for others, if it serves them.
     #[must_use]
     pub fn boot(&self) -> Option<Token> {
-        lock(&self.inner.server).as_ref().map(TcpServer::boot)
+        self.inner.boot()
     }
 
     /// What it keeps.
@@ -195,7 +227,33 @@ impl Agent {
     /// # Errors
     /// As [`TransferEngine::register`]: the node's memory is registered there.
     pub fn client(&self, engine: Arc<dyn TransferEngine>) -> Result<PoolClient, TransferError> {
-        PoolClient::in_process(&self.inner, engine)
+        PoolClient::new(Box::new(Arc::clone(&self.inner)), engine)
+    }
+
+    /// Lets ranks in other processes in, at a socket file of this name, which must not exist and goes with
+    /// the agent. They are its clients by [`PoolClient::connect`].
+    ///
+    /// # Errors
+    /// `Memory` when the medium or the arena cannot be passed on, `System` when the socket cannot be made.
+    pub fn serve_ranks(&mut self, path: &Path) -> Result<(), AgentError> {
+        let shared = self.inner.shared.clone().ok_or(AgentError::Memory)?;
+        let server = RankServer::start(&self.inner, shared, path).map_err(|error| {
+            AgentError::System(format!("cannot serve ranks at {}: {error}", path.display()))
+        })?;
+        self.ranks.push(server);
+        Ok(())
+    }
+
+    /// As [`attach_neighbour`](Self::attach_neighbour) for the agent that serves ranks at `path`.
+    ///
+    /// # Errors
+    /// As [`PoolClient::connect`]; `PeerDown` when it serves no other nodes.
+    pub fn attach_neighbour_at(&self, path: &Path) -> Result<(), TransferError> {
+        let neighbour = Rank::connect(path)?;
+        let boot = neighbour.boot().ok_or_else(|| {
+            TransferError::new(ErrorKind::PeerDown, "the agent serves no other nodes")
+        })?;
+        self.attach_neighbour(boot, neighbour.segments())
     }
 
     /// From now on objects of this run of a peer are copied straight out of its memory, which is mapped
@@ -252,6 +310,8 @@ impl Drop for Agent {
         inner.stopping.store(true, Ordering::SeqCst);
         inner.puller.stop();
         inner.announcer.ring();
+        inner.with(Table::close);
+        inner.arena.close();
         let bells = std::mem::take(&mut *lock(&inner.bells));
         bells.iter().for_each(|bell| bell.stop());
         for thread in self.threads.drain(..) {
@@ -269,6 +329,8 @@ impl Drop for Agent {
         }
         // Ends what is in flight.
         inner.links.close();
+        // Ranks may still copy: nothing writes what they copy from, now and later.
+        self.ranks.clear();
         inner.turn();
         inner.with(Table::reclaim_all);
         inner.give_back();
@@ -287,6 +349,10 @@ impl fmt::Debug for Agent {
 impl Inner {
     pub(crate) fn segments(&self) -> &[Memory] {
         &self.segments
+    }
+
+    pub(crate) fn boot(&self) -> Option<Token> {
+        lock(&self.server).as_ref().map(TcpServer::boot)
     }
 
     fn stats(&self) -> AgentStats {

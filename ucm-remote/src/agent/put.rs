@@ -140,6 +140,9 @@ impl Inner {
         len: u64,
         deadline: Instant,
     ) -> Result<Arc<Put>, PutOutcome> {
+        if self.stopping.load(Ordering::SeqCst) {
+            return Err(PutOutcome::PeerDown);
+        }
         let (keep, others) = self.place(key, len, deadline)?;
         let (pending, pages) = self.with(|table| table.allocate_put(key, len))?;
         Ok(Arc::new(Put {

@@ -37,6 +37,7 @@ pub(super) struct Table {
     idle_limit: usize,
     next: u64,
     after: After,
+    closed: bool,
 }
 
 #[derive(Debug)]
@@ -156,7 +157,13 @@ impl Table {
             idle_limit: objects / 2,
             next: 0,
             after: After::default(),
+            closed: false,
         }
+    }
+
+    /// From now on no memory of the medium is taken: what is read from somewhere stays as it is.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
     }
 
     /// What the last calls left to be done without the lock.
@@ -229,6 +236,9 @@ impl Table {
         key: &ObjectKey,
         len: u64,
     ) -> Result<(Pending, PageList), PutOutcome> {
+        if self.closed {
+            return Err(PutOutcome::PeerDown);
+        }
         loop {
             match self.medium.allocate(key, len) {
                 Err(PutOutcome::Busy) if self.medium.is_writing(key) => {

@@ -70,6 +70,12 @@ impl<'a> Fields<'a> {
         Ok(*first)
     }
 
+    pub(crate) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+        let (first, rest) = self.0.split_at_checked(count).ok_or(SHORT)?;
+        self.0 = rest;
+        Ok(first)
+    }
+
     pub(crate) fn u8(&mut self) -> Result<u8, Malformed> {
         Ok(u8::from_le_bytes(self.array()?))
     }

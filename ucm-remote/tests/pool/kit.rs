@@ -9,6 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use ucm_data::{PageTier, Segments, SegmentsConfig};
 use ucm_remote::{
     Agent, AgentBuilder, ByteRange, Destination, Directory, EmbeddedDirectory, EmbeddedLimits,
     GetOutcome, GetRequest, HostMedium, ObjectKey, PagedLimits, PeerId, PoolClient, PutOutcome,
@@ -112,12 +113,21 @@ pub(crate) struct Setup {
     pub(crate) pages: u64,
     pub(crate) page_bytes: u64,
     pub(crate) arena: u64,
+    /// Other processes can map its memory.
+    pub(crate) shared: bool,
     pub(crate) build: Box<dyn Fn(AgentBuilder) -> AgentBuilder>,
 }
 
 impl Setup {
     pub(crate) fn new(name: &'static str, pages: u64) -> Self {
-        Self { name, pages, page_bytes: PAGE, arena: 8192, build: Box::new(|builder| builder) }
+        Self {
+            name,
+            pages,
+            page_bytes: PAGE,
+            arena: 8192,
+            shared: false,
+            build: Box::new(|builder| builder),
+        }
     }
 
     pub(crate) fn with(self, build: impl Fn(AgentBuilder) -> AgentBuilder + 'static) -> Self {
@@ -129,18 +139,34 @@ impl Setup {
     }
 
     pub(crate) fn start_with(&self, directory: Arc<dyn Directory>) -> Node {
-        let memory = poisoned(self.pages * self.page_bytes);
-        let arena = poisoned(self.arena);
-        let medium =
-            HostMedium::new(vec![memory.clone()], PagedLimits::new(self.page_bytes)).unwrap();
-        let builder = Agent::builder(PeerId::new(self.name), medium, directory, secret())
-            .listen(loopback())
-            .arena(arena.clone());
+        let limits = PagedLimits::new(self.page_bytes);
+        let me = PeerId::new(self.name);
+        let (memory, arena, builder);
+        if self.shared {
+            let medium = shared(self.page_bytes, self.pages);
+            let segments = shared(self.arena, 1);
+            memory = Memory::of_segments(&medium).unwrap().remove(0);
+            arena = Memory::of_segments(&segments).unwrap().remove(0);
+            let medium = HostMedium::shared(&medium, limits).unwrap();
+            builder = Agent::builder(me, medium, directory, secret()).shared_arena(segments);
+        } else {
+            (memory, arena) = (poisoned(self.pages * self.page_bytes), poisoned(self.arena));
+            let medium = HostMedium::new(vec![memory.clone()], limits).unwrap();
+            builder = Agent::builder(me, medium, directory, secret()).arena(arena.clone());
+        }
+        let builder = builder.listen(loopback());
         let agent = (self.build)(builder).start().unwrap();
         let engine = Arc::new(HostEngine::builder().build().unwrap());
         let client = agent.client(Arc::clone(&engine) as _).unwrap();
         Node { agent, client, engine, memory, arena }
     }
+}
+
+fn shared(bytes: u64, count: u64) -> Segments {
+    let mut config = SegmentsConfig::new(bytes, u32::try_from(count).unwrap());
+    config.prefer = PageTier::Small;
+    config.threads = 1;
+    Segments::create(&config).unwrap()
 }
 
 /// A destination whose bytes are poison, and what became of a read into it.
@@ -194,18 +220,7 @@ impl Node {
 
     /// Ranges of one object, packed back to back in the destination.
     pub(crate) fn reading(&self, number: u64, len: u64, ranges: &[ByteRange]) -> Reading {
-        let total: u64 = ranges.iter().map(|r| r.len).sum();
-        let memory = poisoned(total.clamp(1, 1 << 26));
-        let region = self.engine.register(memory.clone()).unwrap();
-        let mut at = 0;
-        let mut destinations = Vec::new();
-        for range in ranges {
-            destinations.push(Destination { range: *range, to: Addr { region, offset: at } });
-            at += range.len;
-        }
-        let request =
-            GetRequest { key: key(number), len, ranges: destinations, will_read_all: false };
-        Reading { request, memory, region }
+        reading_of(&*self.engine, number, len, ranges)
     }
 
     pub(crate) fn read(&self, readings: &[Reading], deadline: Instant) -> Vec<GetOutcome> {
@@ -237,7 +252,31 @@ impl Node {
     }
 }
 
+/// Ranges of one object, packed back to back in a destination of this engine.
+pub(crate) fn reading_of(
+    engine: &dyn TransferEngine,
+    number: u64,
+    len: u64,
+    ranges: &[ByteRange],
+) -> Reading {
+    let total: u64 = ranges.iter().map(|r| r.len).sum();
+    let memory = poisoned(total.clamp(1, 1 << 26));
+    let region = engine.register(memory.clone()).unwrap();
+    let mut at = 0;
+    let mut destinations = Vec::new();
+    for range in ranges {
+        destinations.push(Destination { range: *range, to: Addr { region, offset: at } });
+        at += range.len;
+    }
+    let request = GetRequest { key: key(number), len, ranges: destinations, will_read_all: false };
+    Reading { request, memory, region }
+}
+
 impl Reading {
+    pub(crate) fn free(&self, engine: &dyn TransferEngine) {
+        engine.deregister(self.region).unwrap();
+    }
+
     pub(crate) fn check(&self, number: u64, version: u64) {
         let seen = content(&self.memory);
         let mut at = 0;

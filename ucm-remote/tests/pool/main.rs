@@ -12,3 +12,4 @@ mod install;
 mod kit;
 mod put;
 mod ranged;
+mod ranks;

@@ -123,7 +123,7 @@ impl ShmEngine {
         segments: &Segments,
     ) -> Result<Vec<RegionId>, TransferError> {
         let mut regions = Vec::new();
-        let attached = segment_memory(segments)?
+        let attached = Memory::of_segments(segments)?
             .into_iter()
             .try_for_each(|memory| self.attach(peer, memory).map(|region| regions.push(region)));
         if let Err(error) = attached {
@@ -174,22 +174,25 @@ impl ShmEngine {
     }
 }
 
-/// All segments of a pool, mapped, each as memory that keeps the mapping.
-///
-/// # Errors
-/// `Registration` when the mapping is refused.
-fn segment_memory(segments: &Segments) -> Result<Vec<Memory>, TransferError> {
-    let refused = |why: String| TransferError::new(ErrorKind::Registration, why);
-    let mapped = segments.map().map_err(|error| refused(error.to_string()))?;
-    (0..segments.geometry().segments().len())
-        .map(|index| {
-            let range = u32::try_from(index).ok().and_then(|i| mapped.segment_range(i));
-            let (base, len) = range.ok_or_else(|| refused(format!("segment {index} is gone")))?;
-            // SAFETY: the mapping is readable and writable as long as `mapped` lives, and this
-            // process makes no references to its bytes.
-            Ok(unsafe { Memory::from_raw(base, len, Location::Host, Arc::clone(&mapped) as _) })
-        })
-        .collect()
+impl Memory {
+    /// All segments of a pool, mapped, each as memory that keeps the mapping.
+    ///
+    /// # Errors
+    /// `Registration` when the mapping is refused.
+    pub fn of_segments(segments: &Segments) -> Result<Vec<Self>, TransferError> {
+        let refused = |why: String| TransferError::new(ErrorKind::Registration, why);
+        let mapped = segments.map().map_err(|error| refused(error.to_string()))?;
+        (0..segments.geometry().segments().len())
+            .map(|index| {
+                let range = u32::try_from(index).ok().and_then(|i| mapped.segment_range(i));
+                let (base, len) =
+                    range.ok_or_else(|| refused(format!("segment {index} is gone")))?;
+                // SAFETY: the mapping is readable and writable as long as `mapped` lives, and this
+                // process makes no references to its bytes.
+                Ok(unsafe { Self::from_raw(base, len, Location::Host, Arc::clone(&mapped) as _) })
+            })
+            .collect()
+    }
 }
 
 fn is_host(location: Location) -> bool {

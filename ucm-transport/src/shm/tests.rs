@@ -26,7 +26,7 @@ impl Owned {
             ..SegmentsConfig::new(len as u64, 1)
         };
         let segments = Segments::create(&config).unwrap();
-        let memory = segment_memory(&segments).unwrap().remove(0).part(0, len).unwrap();
+        let memory = Memory::of_segments(&segments).unwrap().remove(0).part(0, len).unwrap();
         Self { segments, memory }
     }
 
@@ -39,7 +39,7 @@ impl Owned {
         }
         let geometry = self.segments.geometry().clone();
         let peer = Segments::from_fds(geometry, self.segments.fds().iter().cloned()).unwrap();
-        segment_memory(&peer).unwrap().remove(0).part(offset, part.len()).ok()
+        Memory::of_segments(&peer).unwrap().remove(0).part(offset, part.len()).ok()
     }
 }
 

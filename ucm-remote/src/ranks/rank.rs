@@ -1,0 +1,422 @@
+//! The rank's side: asks the agent, and maps its memory.
+//!
+//! **Invariant:** an exchange that did not end leaves a connection that is never used for another, and that
+//! stays open until nothing is copied from what came on it.
+
+use std::{
+    any::Any,
+    fmt,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use ucm_data::{Geometry, Segments};
+use ucm_transport::{ErrorKind, Memory, TransferError};
+
+use super::{
+    socket::{Broken, Reader, Socket, frame},
+    wire::{self, Welcome},
+};
+use crate::{
+    GetOutcome, ObjectKey, PageList, PutOutcome, RemoveOutcome, Token,
+    agent::Want,
+    client::{Begun, Delivered, Events, Happened, Node},
+    service::wire::{Fields, Malformed, get_outcome, put_outcome, remove_outcome},
+};
+
+/// How long the agent may take to let a rank in.
+const HELLO: Duration = Duration::from_secs(10);
+/// The agent ends its calls at their deadline; this is for the way from there to here.
+const GRACE: Duration = Duration::from_millis(30);
+/// Connections that are kept for the next call.
+const KEPT: usize = 16;
+
+impl From<Malformed> for Broken {
+    fn from(_: Malformed) -> Self {
+        Self::Malformed
+    }
+}
+
+/// The node's agent, as a rank in another process knows it. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Rank(Arc<State>);
+
+struct State {
+    path: PathBuf,
+    boot: Option<Token>,
+    /// The medium's segments and the arena's.
+    memory: Vec<Memory>,
+    idle: Mutex<Vec<Connection>>,
+}
+
+/// A connection between two exchanges.
+struct Connection {
+    line: Arc<Line>,
+    reader: Reader,
+    /// Keys of the last get: the next one for the same does not send them.
+    keys: Vec<(ObjectKey, u64)>,
+}
+
+/// What keeps a connection open.
+#[derive(Debug)]
+struct Line {
+    socket: Socket,
+    /// Whoever sends, sends alone.
+    sending: Mutex<()>,
+}
+
+impl Rank {
+    /// Connects to the agent at `path` and maps its memory.
+    pub(crate) fn connect(path: &Path) -> Result<Self, TransferError> {
+        let down = |broken: Broken| {
+            let text = format!("the agent at {}: {broken}", path.display());
+            TransferError::new(ErrorKind::PeerDown, text)
+        };
+        let deadline = Instant::now() + HELLO;
+        let socket = open(path).map_err(down)?;
+        let welcome = greet(&socket, true, deadline).map_err(down)?;
+        let fds = socket.receive_fds(welcome.segments, deadline).map_err(down)?;
+        let mut fds = fds.into_iter();
+        let mut memory = Vec::new();
+        for geometry in &welcome.geometries {
+            let refused = |error: ucm_data::DataError| {
+                TransferError::new(ErrorKind::Registration, error.to_string())
+            };
+            let geometry = Geometry::decode(geometry).map_err(refused)?;
+            let count = geometry.segments().len();
+            let some: Vec<OwnedFd> = fds.by_ref().take(count).collect();
+            let segments = Segments::from_fds(geometry, some).map_err(refused)?;
+            memory.extend(Memory::of_segments(&segments)?);
+        }
+        let connection = Connection::new(socket);
+        let idle = Mutex::new(vec![connection]);
+        let state = State { path: path.to_owned(), boot: welcome.boot, memory, idle };
+        Ok(Self(Arc::new(state)))
+    }
+
+    /// The run that the agent serves other nodes as.
+    pub(crate) fn boot(&self) -> Option<Token> {
+        self.0.boot
+    }
+
+    fn connection(&self, deadline: Instant) -> Result<Connection, Broken> {
+        if let Some(connection) = lock(&self.0.idle).pop() {
+            return Ok(connection);
+        }
+        let socket = open(&self.0.path)?;
+        let welcome = greet(&socket, false, deadline.min(Instant::now() + HELLO))?;
+        if welcome.boot != self.0.boot {
+            // Another agent, with other memory.
+            return Err(Broken::Closed);
+        }
+        Ok(Connection::new(socket))
+    }
+
+    fn keep(&self, connection: Connection) {
+        let mut idle = lock(&self.0.idle);
+        if idle.len() < KEPT {
+            idle.push(connection);
+        }
+    }
+
+    /// One question, one answer of this kind.
+    fn exchange(
+        &self,
+        question: Vec<u8>,
+        kind: u8,
+        deadline: Instant,
+    ) -> Result<(Connection, Vec<u8>), Broken> {
+        let mut connection = self.connection(deadline)?;
+        connection.line.send(question, deadline)?;
+        match connection.reader.next(&connection.line.socket, Some(deadline + GRACE))? {
+            (seen, body) if seen == kind => Ok((connection, body)),
+            _ => Err(Broken::Malformed),
+        }
+    }
+}
+
+impl Connection {
+    fn new(socket: Socket) -> Self {
+        let line = Arc::new(Line { socket, sending: Mutex::default() });
+        Self { line, reader: Reader::default(), keys: Vec::new() }
+    }
+}
+
+impl Line {
+    fn send(&self, frame: Vec<u8>, deadline: Instant) -> Result<(), Broken> {
+        let _alone = lock(&self.sending);
+        self.socket.send(frame, Some(deadline))
+    }
+}
+
+fn open(path: &Path) -> Result<Socket, Broken> {
+    UnixStream::connect(path).map(|stream| Socket::new(stream.into())).map_err(|_| Broken::Closed)
+}
+
+fn greet(socket: &Socket, memory: bool, deadline: Instant) -> Result<Welcome, Broken> {
+    let mut hello = frame(wire::HELLO);
+    hello.extend_from_slice(&wire::MAGIC);
+    hello.push(u8::from(memory));
+    socket.send(hello, Some(deadline))?;
+    match Reader::exactly(socket, deadline)? {
+        (wire::WELCOME, body) => Ok(Welcome::decode(&body)?),
+        _ => Err(Broken::Malformed),
+    }
+}
+
+/// A delivered piece: given back by dropping it, which is short: the agent always reads.
+struct Held {
+    line: Arc<Line>,
+    pin: u64,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let mut done = frame(wire::DONE);
+        done.extend_from_slice(&self.pin.to_le_bytes());
+        // An agent that is gone holds nothing; one that does not read for so long hears of it when the
+        // connection is closed.
+        let _ = self.line.send(done, Instant::now() + HELLO);
+    }
+}
+
+struct Get {
+    rank: Rank,
+    connection: Option<Connection>,
+    deadline: Instant,
+    /// Keys that have not ended.
+    open: Vec<bool>,
+    /// Outcomes of those that the agent will say nothing about any more.
+    broken: Option<GetOutcome>,
+}
+
+impl Events for Get {
+    fn next(&mut self) -> Option<Happened> {
+        if self.broken.is_none() {
+            match self.hear() {
+                Ok(Some(happened)) => return Some(happened),
+                Ok(None) => {
+                    if let Some(connection) = self.connection.take() {
+                        self.rank.keep(connection);
+                    }
+                    // What the agent did not mention.
+                    self.broken = Some(GetOutcome::PeerDown);
+                }
+                Err(broken) => {
+                    self.connection = None;
+                    self.broken = Some(of_get(broken));
+                }
+            }
+        }
+        let index = self.open.iter().position(|open| *open)?;
+        self.close(index);
+        Some(Happened::Ended(index, self.broken.unwrap_or(GetOutcome::PeerDown)))
+    }
+}
+
+impl Get {
+    fn close(&mut self, index: usize) {
+        if let Some(open) = self.open.get_mut(index) {
+            *open = false;
+        }
+    }
+
+    fn hear(&mut self) -> Result<Option<Happened>, Broken> {
+        let Some(connection) = &mut self.connection else { return Err(Broken::Closed) };
+        let limit = self.deadline + GRACE;
+        let (kind, body) = connection.reader.next(&connection.line.socket, Some(limit))?;
+        match kind {
+            wire::OVER => Ok(None),
+            wire::ENDED => {
+                let mut fields = Fields(&body);
+                let (index, outcome) = (wire::take_index(&mut fields)?, get_outcome(fields.u8()?)?);
+                self.close(index);
+                Ok(Some(Happened::Ended(index, outcome)))
+            }
+            wire::READY => {
+                let ready = wire::Ready::decode(&body)?;
+                let hold = Held { line: Arc::clone(&connection.line), pin: ready.pin };
+                if ready.last {
+                    self.close(ready.index);
+                }
+                Ok(Some(Happened::Ready(Delivered {
+                    index: ready.index,
+                    outcome: ready.outcome,
+                    pages: Arc::new(ready.pages),
+                    parts: ready.parts,
+                    last: ready.last,
+                    hold: Box::new(hold),
+                })))
+            }
+            _ => Err(Broken::Malformed),
+        }
+    }
+}
+
+fn of_get(broken: Broken) -> GetOutcome {
+    if broken == Broken::Timeout { GetOutcome::Timeout } else { GetOutcome::PeerDown }
+}
+
+fn of_put(broken: Broken) -> PutOutcome {
+    if broken == Broken::Timeout { PutOutcome::Timeout } else { PutOutcome::PeerDown }
+}
+
+/// Pages of the agent that this rank fills.
+struct Filling {
+    rank: Rank,
+    pages: PageList,
+    connection: Mutex<Option<Connection>>,
+    line: Arc<Line>,
+}
+
+impl Begun for Filling {
+    fn pages(&self) -> &PageList {
+        &self.pages
+    }
+
+    fn hold(&self) -> Box<dyn Any + Send> {
+        // The agent gives the pages up when the connection is closed: not while they are written.
+        Box::new(Arc::clone(&self.line))
+    }
+
+    fn commit(&self, deadline: Instant) -> PutOutcome {
+        let Some(mut connection) = lock(&self.connection).take() else { return PutOutcome::Stale };
+        let mut question = frame(wire::COMMIT);
+        wire::put_left(&mut question, deadline);
+        let answer = connection
+            .line
+            .send(question, deadline)
+            .and_then(|()| connection.reader.next(&connection.line.socket, Some(deadline + GRACE)));
+        match answer {
+            Ok((wire::OUTCOME, body)) => {
+                let outcome = body.first().copied().map(put_outcome);
+                self.rank.keep(connection);
+                outcome.and_then(Result::ok).unwrap_or(PutOutcome::PeerDown)
+            }
+            Ok(_) => PutOutcome::PeerDown,
+            Err(broken) => of_put(broken),
+        }
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        // Not committed, and nothing writes it: whoever copied has ended.
+        if let Some(connection) = lock(&self.connection).take()
+            && connection.line.send(frame(wire::GIVE_UP), Instant::now() + HELLO).is_ok()
+        {
+            self.rank.keep(connection);
+        }
+    }
+}
+
+impl Node for Rank {
+    fn segments(&self) -> &[Memory] {
+        &self.0.memory
+    }
+
+    fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events> {
+        let open = vec![true; wants.len()];
+        let mut get = Get { rank: self.clone(), connection: None, deadline, open, broken: None };
+        let begun = self.connection(deadline).and_then(|mut connection| {
+            let keys: Vec<_> = wants.iter().map(|want| (want.key, want.len)).collect();
+            let again = !keys.is_empty() && keys == connection.keys;
+            connection.line.send(wire::get(&wants, again, deadline), deadline)?;
+            connection.keys = keys;
+            Ok(connection)
+        });
+        match begun {
+            Ok(connection) => get.connection = Some(connection),
+            Err(broken) => get.broken = Some(of_get(broken)),
+        }
+        Box::new(get)
+    }
+
+    fn begin_put(
+        &self,
+        key: &ObjectKey,
+        len: u64,
+        deadline: Instant,
+    ) -> Result<Box<dyn Begun>, PutOutcome> {
+        let mut question = frame(wire::PUT);
+        wire::put_left(&mut question, deadline);
+        crate::service::wire::put_key(&mut question, key);
+        question.extend_from_slice(&len.to_le_bytes());
+        let (connection, body) = self.exchange(question, wire::PLACE, deadline).map_err(of_put)?;
+        let mut fields = Fields(&body);
+        let outcome = fields.u8().and_then(put_outcome).map_err(|_| PutOutcome::PeerDown)?;
+        if outcome != PutOutcome::Created {
+            self.keep(connection);
+            return Err(outcome);
+        }
+        let pages = wire::take_pages(&mut fields).map_err(|_| PutOutcome::PeerDown)?;
+        let line = Arc::clone(&connection.line);
+        let connection = Mutex::new(Some(connection));
+        Ok(Box::new(Filling { rank: self.clone(), pages, connection, line }))
+    }
+
+    fn exists(
+        &self,
+        keys: &[ObjectKey],
+        deadline: Instant,
+    ) -> Vec<Result<Option<u64>, GetOutcome>> {
+        let ask = || -> Result<Vec<_>, Broken> {
+            let question = wire::keys(wire::EXISTS, keys, deadline);
+            let (connection, body) = self.exchange(question, wire::LENGTHS, deadline)?;
+            let mut fields = Fields(&body);
+            let mut answers = Vec::with_capacity(keys.len());
+            for _ in keys {
+                answers.push(match (get_outcome(fields.u8()?)?, fields.u64()?) {
+                    (GetOutcome::Local, len) => Ok(Some(len)),
+                    (GetOutcome::Miss, _) => Ok(None),
+                    (other, _) => Err(other),
+                });
+            }
+            fields.end()?;
+            self.keep(connection);
+            Ok(answers)
+        };
+        ask().unwrap_or_else(|broken| vec![Err(of_get(broken)); keys.len()])
+    }
+
+    fn remove(&self, keys: &[ObjectKey], deadline: Instant) -> Vec<RemoveOutcome> {
+        let ask = || -> Result<Vec<_>, Broken> {
+            let question = wire::keys(wire::REMOVE, keys, deadline);
+            let (connection, body) = self.exchange(question, wire::REMOVED, deadline)?;
+            if body.len() != keys.len() {
+                return Err(Broken::Malformed);
+            }
+            let outcomes = body.into_iter().map(remove_outcome).collect::<Result<Vec<_>, _>>()?;
+            self.keep(connection);
+            Ok(outcomes)
+        };
+        ask().unwrap_or_else(|broken| {
+            let timeout = broken == Broken::Timeout;
+            let outcome = if timeout { RemoveOutcome::Timeout } else { RemoveOutcome::PeerDown };
+            vec![outcome; keys.len()]
+        })
+    }
+
+    fn touch(&self, keys: &[ObjectKey]) {
+        let deadline = Instant::now() + HELLO;
+        let Ok(connection) = self.connection(deadline) else { return };
+        if connection.line.send(wire::keys(wire::TOUCH, keys, deadline), deadline).is_ok() {
+            self.keep(connection);
+        }
+    }
+}
+
+impl fmt::Debug for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rank")
+            .field("path", &self.0.path)
+            .field("segments", &self.0.memory.len())
+            .finish_non_exhaustive()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
