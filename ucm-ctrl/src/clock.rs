@@ -64,10 +64,18 @@ impl PoolTables {
         {
             return Some(slot);
         }
-        if self.hot().full.0.load(Ordering::SeqCst) != 0 {
+        if self.hot().full.0.load(Ordering::SeqCst) != 0 && !self.is_flag_stale(member) {
             return None;
         }
         self.sweep(member, hasher)
+    }
+
+    /// Whoever made a slot evictable may have been stopped before it cleared the flag, so each search
+    /// looks at one slot of its own, another one each time.
+    fn is_flag_stale(&self, member: &MemberInner) -> bool {
+        let searches =
+            member.record().map_or(0, |r| r.counters.victim_searches.load(Ordering::Relaxed));
+        self.evictable(self.hand_position(searches)).is_some()
     }
 
     /// Two laps at most. The first, shared with all others who search, ages; the second takes the

@@ -1,20 +1,47 @@
 //! A 32-bit event counter that processes can sleep on.
 //!
-//! Bits 0 and 1 say who must be told when the counter moves; the counter itself is in bits 2..32.
+//! Bits 0 and 1 say who must be told when the counter moves, bit 2 that somebody is about to wake the
+//! sleepers; the counter itself is in bits 3..32.
 //! **Invariant:** a sleeper sets its flag before it looks at the condition one last time, and the
 //! counter moves after the condition has changed, so no wake-up is lost; flags are cleared by the
-//! bump, so a sleeper that died costs at most one futile wake-up.
+//! bump, so a sleeper that died costs at most one futile wake-up. Whoever clears the sleepers' flag
+//! leaves `WAKING` until it has woken them: should it be stopped or die in between, the next one
+//! that moves the counter wakes them.
 
 use std::time::Instant;
 
-use crate::sync::{AtomicU32, Ordering};
+use crate::{
+    failpoint::failpoint,
+    sync::{AtomicU32, Ordering},
+};
 
 /// Somebody sleeps on this word.
 pub(crate) const SLEEPERS: u32 = 1;
 /// Somebody wants the doorbells of the pinned members rung.
 pub(crate) const ARMED: u32 = 2;
-const FLAGS: u32 = SLEEPERS | ARMED;
-const STEP: u32 = 4;
+/// Somebody has cleared `SLEEPERS` and not woken them yet.
+const WAKING: u32 = 4;
+const FLAGS: u32 = SLEEPERS | ARMED | WAKING;
+const STEP: u32 = 8;
+
+/// A counter that was moved on: who must be told.
+#[derive(Clone, Copy, Debug)]
+#[must_use]
+pub(crate) struct Bumped {
+    old: u32,
+    new: u32,
+}
+
+impl Bumped {
+    fn has_sleepers(self) -> bool {
+        self.old & (SLEEPERS | WAKING) != 0
+    }
+
+    /// Whether the doorbells of the pinned members are to be rung.
+    pub(crate) fn is_armed(self) -> bool {
+        self.old & ARMED != 0
+    }
+}
 
 /// See the module description. Lives in shared memory.
 #[cfg_attr(not(ucm_loom), repr(transparent))]
@@ -28,7 +55,12 @@ pub(crate) struct EventWord {
 impl EventWord {
     /// The counter without its flags.
     pub(crate) fn count(&self) -> u32 {
-        self.word.load(Ordering::SeqCst) & !FLAGS
+        Self::count_in(self.word.load(Ordering::SeqCst))
+    }
+
+    /// The counter in a whole word.
+    pub(crate) fn count_in(word: u32) -> u32 {
+        word & !FLAGS
     }
 
     /// Sets `flag` and returns the whole word, to be handed to [`sleep`](Self::sleep).
@@ -36,29 +68,45 @@ impl EventWord {
         self.word.fetch_or(flag, Ordering::SeqCst) | flag
     }
 
-    /// Moves the counter on, clears the flags and returns them.
-    pub(crate) fn bump(&self) -> u32 {
+    /// Moves the counter on and takes the flags; to be followed by [`wake`](Self::wake).
+    pub(crate) fn bump(&self) -> Bumped {
         let mut old = self.word.load(Ordering::SeqCst);
         loop {
-            let new = (old & !FLAGS).wrapping_add(STEP);
+            let waking = if old & (SLEEPERS | WAKING) != 0 { WAKING } else { 0 };
+            let new = (old & !FLAGS).wrapping_add(STEP) | waking;
             match self.word.compare_exchange_weak(old, new, Ordering::SeqCst, Ordering::Relaxed) {
-                Ok(_) => return old & FLAGS,
+                Ok(_) => return Bumped { old, new },
                 Err(now) => old = now,
             }
         }
     }
 
+    /// Wakes those who slept when the counter was moved on.
+    pub(crate) fn wake(&self, bumped: Bumped) {
+        if !bumped.has_sleepers() {
+            return;
+        }
+        self.wake_all();
+        // Whoever sleeps by now has changed the word, and keeps the flag: that costs a futile wake-up.
+        let _ = self.word.compare_exchange(
+            bumped.new,
+            bumped.new & !WAKING,
+            Ordering::SeqCst,
+            Ordering::Relaxed,
+        );
+    }
+
     /// Moves the counter on and wakes those who sleep on it. Safe in a signal handler.
     pub(crate) fn ring(&self) {
-        if self.bump() & SLEEPERS != 0 {
-            self.wake_all();
-        }
+        let bumped = self.bump();
+        failpoint!("ring.bump.after");
+        self.wake(bumped);
     }
 
     /// As [`ring`](Self::ring), but wakes even when nobody seems to sleep: for cleaning up after a
     /// member that may have died between the bump and the wake.
     pub(crate) fn ring_anyway(&self) {
-        self.bump();
+        let _ = self.bump();
         self.wake_all();
     }
 

@@ -91,7 +91,9 @@ pub(crate) fn quarantine_fills(
     for tables in (0..MAX_POOLS).filter_map(|pool| region.pool(pool)) {
         for (index, slot) in (0..).zip(tables.slots.iter()) {
             let word = slot.load();
-            if word.phase() != Phase::Filling || word.owner() != Some(gone) {
+            let phase = word.phase();
+            let is_open = matches!(phase, Phase::Filling | Phase::Draining);
+            if !is_open || word.owner() != Some(gone) {
                 continue;
             }
             // After the slot: if the record is still the same, the fill is of that stay.
@@ -99,13 +101,15 @@ pub(crate) fn quarantine_fills(
                 return fills;
             }
             let draining = word.failed_as(FailKind::OwnerDied).to(Phase::Draining, Some(gone));
-            if slot.change(word, draining) {
+            // One in quarantine already may be there by somebody who died before it told.
+            if phase == Phase::Draining || slot.change(word, draining) {
                 failpoint!("expel.slot.after");
-                fills += 1;
+                fills += u64::from(phase == Phase::Filling);
                 announce_anyway(region, slot);
                 failpoint!("expel.tell.after");
                 // Should that not be possible now, the end of the quarantine does it.
-                tables.vacate_while(me, region.hasher(), index, draining);
+                let now = if phase == Phase::Draining { word } else { draining };
+                tables.vacate_while(me, region.hasher(), index, now);
                 failpoint!("expel.unlink.after");
             }
         }

@@ -35,7 +35,10 @@ pub(crate) enum GroupState {
     Invalid = 255,
 }
 
-/// Bits 0..8 state, 8..16 opener, 16 lasting, 32..64 generation.
+/// Bits 0..8 state, 8..16 opener, 16 lasting, 17 settled, 32..64 generation.
+///
+/// *Settled*: the opener has looked at all members since it opened the record, so that who holds it is a
+/// member that will let go, or whose end will be seen to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GroupWord(u64);
 
@@ -69,6 +72,10 @@ impl GroupWord {
         self.0 & (1 << 16) != 0
     }
 
+    fn is_settled(self) -> bool {
+        self.0 & SETTLED != 0
+    }
+
     fn generation(self) -> u32 {
         u32::try_from(self.0 >> 32).unwrap_or(0)
     }
@@ -82,6 +89,8 @@ impl GroupWord {
         matches!(self.state(), GroupState::Committed | GroupState::Aborted)
     }
 }
+
+const SETTLED: u64 = 1 << 17;
 
 /// A set of seats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -175,10 +184,29 @@ impl GroupRecord {
         Seats::load(&self.holders)
     }
 
+    /// As [`change`](Self::change), also if the opener has settled the record since `from` was read.
+    fn conclude(&self, from: GroupWord, state: GroupState) -> bool {
+        let settled = GroupWord(from.0 | SETTLED);
+        self.change(from, from.to(state)) || self.change(settled, settled.to(state))
+    }
+
+    /// Others can only abort it meanwhile: its opener has not voted.
+    fn mark_settled(&self, generation: u32) {
+        for _ in 0..2 {
+            let word = self.load();
+            if word.generation() != generation
+                || !word.is_complete()
+                || self.change(word, GroupWord(word.0 | SETTLED))
+            {
+                return;
+            }
+        }
+    }
+
     /// Decides for it if all have voted for it.
     fn settle(&self, word: GroupWord) -> bool {
         let all = self.members().all_in(Seats::load(&self.ready));
-        all && word.state() == GroupState::Open && self.change(word, word.to(GroupState::Committed))
+        all && word.state() == GroupState::Open && self.conclude(word, GroupState::Committed)
     }
 }
 
@@ -251,6 +279,8 @@ fn claim(me: &MemberInner, id: [u64; 2], lasting: bool, roster: &[MemberStay]) -
             unset(&record.holders, stay.id.0);
             record.change(open, open.to(GroupState::Aborted));
         }
+        record.mark_settled(generation);
+        failpoint!("group.settled.after");
         tell(region, record, false);
         return Some(seated);
     }
@@ -275,7 +305,7 @@ pub(crate) fn vote(me: &MemberInner, seated: Seated, ready: bool) {
         failpoint!("group.ready.after");
         record.settle(word)
     } else {
-        record.change(word, word.to(GroupState::Aborted))
+        record.conclude(word, GroupState::Aborted)
     };
     failpoint!("group.decide.after");
     if decided {
@@ -322,12 +352,17 @@ fn free_if_over(region: &Region, record: &GroupRecord) {
     };
     if word.is_decided()
         && record.holders().iter().all(gone)
-        && record.change(word, word.to(GroupState::Free))
+        && record.conclude(word, GroupState::Free)
     {
-        failpoint!("group.free.after");
-        if region.group_hot().is_some_and(|hot| hot.full.0.swap(0, Ordering::SeqCst) != 0) {
-            ring_all(region, false);
-        }
+        free_record_told(region);
+    }
+}
+
+/// To be called when a record has become free.
+fn free_record_told(region: &Region) {
+    failpoint!("group.free.after");
+    if region.group_hot().is_some_and(|hot| hot.full.0.swap(0, Ordering::SeqCst) != 0) {
+        ring_all(region, false);
     }
 }
 
@@ -363,7 +398,7 @@ pub(crate) fn count_out(region: &Region, gone: u8, still: impl Fn() -> bool) {
             && if outlived {
                 record.settle(word)
             } else {
-                record.change(word, word.to(GroupState::Aborted))
+                record.conclude(word, GroupState::Aborted)
             };
         failpoint!("ungroup.word.after");
         if decided {
@@ -373,13 +408,31 @@ pub(crate) fn count_out(region: &Region, gone: u8, still: impl Fn() -> bool) {
     }
 }
 
+/// Frees a record whose opener has ended before it had looked at all members: those that were gone before
+/// the record was open would keep it. Who has found it hears that it is off.
+fn free_unsettled(region: &Region, record: &GroupRecord, gone: u8) -> bool {
+    // Others may abort it meanwhile, once.
+    for _ in 0..2 {
+        let word = record.load();
+        let unsettled = word.is_complete() && !word.is_settled();
+        if word.opener() != gone || !(unsettled || word.state() == GroupState::Opening) {
+            return false;
+        }
+        if record.change(word, word.to(GroupState::Free)) {
+            free_record_told(region);
+            tell(region, record, true);
+            return true;
+        }
+    }
+    false
+}
+
 /// Takes a member out of all groups that is dead or leaves, and whose seat is nobody else's yet.
 pub(crate) fn clear(region: &Region, gone: u8) {
     count_out(region, gone, || true);
     for record in region.groups() {
-        let word = record.load();
-        if word.state() == GroupState::Opening && word.opener() == gone {
-            record.change(word, word.to(GroupState::Free));
+        if free_unsettled(region, record, gone) {
+            continue;
         }
         if record.load().is_complete() {
             if record.holders().has(gone) {

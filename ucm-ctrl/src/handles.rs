@@ -496,13 +496,11 @@ impl fmt::Debug for Quarantine {
 
 /// Moves a slot's version on and wakes whoever asked for it. Call after the state has changed.
 pub(crate) fn announce(region: &crate::region::Region, slot: &Slot) {
-    let flags = slot.version.bump();
+    let bumped = slot.version.bump();
     failpoint!("tell.version.after");
-    if flags & SLEEPERS != 0 {
-        slot.version.wake_all();
-    }
+    slot.version.wake(bumped);
     failpoint!("tell.wake.after");
-    if flags & ARMED != 0 {
+    if bumped.is_armed() {
         for_each_pinner(region, slot, |doorbell| doorbell.ring());
     }
 }

@@ -8,7 +8,7 @@ use crate::{
 };
 
 /// Version of everything in this file. A member of another version is refused at attach.
-pub const LAYOUT_VERSION: u32 = 2;
+pub const LAYOUT_VERSION: u32 = 3;
 /// "UCMCTRL\x01", written last at creation.
 #[cfg(not(ucm_loom))]
 pub(crate) const MAGIC: u64 = u64::from_le_bytes(*b"UCMCTRL\x01");

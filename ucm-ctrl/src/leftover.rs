@@ -56,19 +56,22 @@ impl MemberInner {
     /// the next search for a slot.
     #[cfg(not(ucm_loom))]
     fn remind(&self) {
+        if self.reminded.load(Ordering::SeqCst) != 0 {
+            return;
+        }
+        // Held until the new one is stored: a third one may be due by then.
+        let mut reminder = self.reminder();
         if self.reminded.swap(1, Ordering::SeqCst) != 0 {
             return;
         }
-        // The one before has nothing left to do.
-        let before = self.reminder().take();
-        drop(before);
+        // The one before has nothing left to do, and takes no lock any more.
+        drop(reminder.take());
         let me = self.me.clone();
-        let reminder =
-            Attendant::start(&self.control, "ucm-leftovers", Thread::unpark, move |alive| {
-                try_again_and_again(&me, &alive);
-            });
-        match reminder {
-            Ok(thread) => *self.reminder() = Some(thread),
+        let new = Attendant::start(&self.control, "ucm-leftovers", Thread::unpark, move |alive| {
+            try_again_and_again(&me, &alive);
+        });
+        match new {
+            Ok(thread) => *reminder = Some(thread),
             Err(_) => self.reminded.store(0, Ordering::SeqCst),
         }
     }
@@ -76,6 +79,10 @@ impl MemberInner {
     /// For a member that leaves: no thread of it stays, and none is started again.
     #[cfg(not(ucm_loom))]
     pub(crate) fn end_reminder(&self) {
+        if !self.control.region.is_ours() {
+            // A child's copy: its lock may be held for ever.
+            return;
+        }
         self.reminded.store(1, Ordering::SeqCst);
         let last = self.reminder().take();
         drop(last);

@@ -7,7 +7,7 @@ use std::{fmt, sync::OnceLock, time::Instant};
 
 use crate::{
     Control, CtrlError, Liveness, MemberId, Pool, PoolId, WaitAny, Waiter,
-    event::SLEEPERS,
+    event::{EventWord, SLEEPERS},
     failpoint::failpoint,
     handles::announce,
     layout::{Counters, MAX_MEMBERS, MemberRecord, Slot},
@@ -432,7 +432,7 @@ impl Doorbell {
     pub fn wait(&self, ticket: u32, deadline: Option<Instant>) {
         if let Some(record) = self.inner.record() {
             let seen = record.doorbell.0.arm(SLEEPERS);
-            if seen & !3 == ticket {
+            if EventWord::count_in(seen) == ticket {
                 record.doorbell.0.sleep(seen, deadline);
             }
         }

@@ -171,10 +171,8 @@ fn inherit<'a>(me: &'a MemberInner, dead: u8, seats: &mut Vec<Seat<'a>>) {
     }
 }
 
-/// Somebody else clears up after this stay, and may be stopped in the midst of it: its locks, and fills
-/// and votes that others wait for, are not left to it. What only takes up room is.
-///
-/// Only what is found while the record names the stay is touched.
+/// Somebody else clears up after this stay, and may be stopped in the midst of it: what others wait for is
+/// not left to it. What only takes up room is.
 fn relieve(
     me: &MemberInner,
     record: &MemberRecord,
@@ -187,28 +185,51 @@ fn relieve(
     if !other || generation.is_some_and(|g| g != seen.generation()) {
         return;
     }
+    release_waiters(me, record, dead, seen, reaped);
+}
+
+/// Frees the dead one's locks, ends its fills, votes for it, and tells all of it, also what somebody has
+/// done and may have died or been stopped before it told.
+///
+/// Only what is found while the record is `seen`, and so names the stay, is touched.
+fn release_waiters(
+    me: &MemberInner,
+    record: &MemberRecord,
+    dead: u8,
+    seen: MemberWord,
+    reaped: &mut Reaped,
+) {
     // After what was read: if the record is still the same, it is of that stay.
     let still = || record.word.load(Ordering::SeqCst) == seen.0;
     for tables in pools(me) {
         free_locks(tables, dead, seen.generation(), reaped);
         for slot in tables.slots.iter() {
             let word = slot.load();
-            if word.owner() != Some(dead) {
-                continue;
-            }
-            if let Some(undone) = undone(word)
+            let undone = undone(word).filter(|_| word.owner() == Some(dead));
+            if let Some(undone) = undone
                 && still()
                 && slot.change(word, undone)
             {
                 failpoint!("relieve.slot.after");
                 reaped.slots += 1;
+            }
+            // A fill is pinned by its owner until all have been told of its end.
+            if is_pinned_by(slot, dead) && still() {
                 announce_anyway(&me.control.region, slot);
                 failpoint!("relieve.tell.after");
             }
         }
     }
     #[cfg(not(ucm_loom))]
-    crate::group::count_out(&me.control.region, dead, still);
+    {
+        crate::lease::ring_all_bells(&me.control);
+        crate::group::count_out(&me.control.region, dead, still);
+    }
+}
+
+fn is_pinned_by(slot: &Slot, member: u8) -> bool {
+    let word = slot.pins.get(usize::from(member) / 64);
+    word.is_some_and(|pins| pins.load(Ordering::SeqCst) & (1 << (member % 64)) != 0)
 }
 
 fn pools(me: &MemberInner) -> impl Iterator<Item = &PoolTables> {
@@ -227,9 +248,8 @@ fn undone(word: SlotWord) -> Option<SlotWord> {
 
 fn clear(me: &MemberInner, seat: &Seat<'_>, reaped: &mut Reaped) {
     let dead = seat.index;
-    for tables in pools(me) {
-        free_locks(tables, dead, seat.word.generation(), reaped);
-    }
+    // What takes up room may have to wait for the bucket lock of a stopped member; nobody else has to.
+    release_waiters(me, seat.record, dead, seat.word, reaped);
     for (pool, tables) in (0..).zip(pools(me)) {
         for (index, slot) in tables.slots.iter().enumerate() {
             let Ok(index) = u32::try_from(index) else { break };
@@ -268,15 +288,14 @@ fn recover_slot(
 ) {
     // Somebody who expels the member may put a fill into quarantine in between.
     let _ = (0..TRIES).any(|_| recover_word(me, pool, index, slot, dead, reaped));
-    let (word_index, bit) = (usize::from(dead) / 64, 1_u64 << (dead % 64));
-    if let Some(pins) = slot.pins.get(word_index)
-        && pins.load(Ordering::SeqCst) & bit != 0
+    if is_pinned_by(slot, dead)
+        && let Some(pins) = slot.pins.get(usize::from(dead) / 64)
     {
-        // The dead member may have ended a fill and died before it told the waiters.
+        // What was changed just now, or by somebody who may have died before it told the waiters.
         announce_anyway(&me.control.region, slot);
         failpoint!("reap.tell.after");
         // Pins last: they keep others from taking a slot that is being recovered.
-        pins.fetch_and(!bit, Ordering::SeqCst);
+        pins.fetch_and(!(1 << (dead % 64)), Ordering::SeqCst);
         failpoint!("reap.pin.after");
         reaped.pins += 1;
     }

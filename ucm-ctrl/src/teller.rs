@@ -74,7 +74,7 @@ impl Member {
     }
 
     /// Takes a vote for a group back. Does nothing once the group is decided; its voter is told
-    /// either way.
+    /// either way, and has been when this returns.
     pub fn withdraw(&self, group: [u8; 16], lasting: bool) {
         if let Some(teller) = self.inner.teller.get() {
             teller.withdraw(&self.inner, group, lasting);
@@ -228,10 +228,15 @@ impl Teller {
     fn withdraw(&self, member: &MemberInner, group: [u8; 16], lasting: bool) {
         let (lo, hi) = BlockId(group).halves();
         let mut out = lock(&self.out);
-        for vote in out.iter_mut().filter(|v| v.group == [lo, hi] && v.lasting == lasting) {
+        let is_it = |vote: &&mut Vote| vote.group == [lo, hi] && vote.lasting == lasting;
+        for vote in out.iter_mut().filter(is_it) {
             (vote.ready, vote.cast) = (false, false);
         }
-        let told = advance(&mut out, member);
+        let mut told = advance(&mut out, member);
+        // One that nobody has opened yet can only come out one way now.
+        for vote in out.iter_mut().filter(is_it) {
+            told.extend(vote.decided.take().map(|decided| (decided, false)));
+        }
         drop(out);
         tell(told);
     }

@@ -18,5 +18,6 @@ mod prealloc;
 mod reap;
 mod roles;
 mod scenarios;
+mod stopped;
 mod stress;
 mod waiting;

@@ -5,7 +5,11 @@
 use loom::thread;
 
 use super::*;
-use crate::{FailKind, FillState, WaitAny, WaitOutcome};
+use crate::{
+    FailKind, FillState, WaitAny, WaitOutcome,
+    event::{EventWord, SLEEPERS},
+    sync::{Arc, AtomicU32, Ordering},
+};
 
 #[test]
 fn loom_w1_wait_hears_publish() {
@@ -67,5 +71,32 @@ fn loom_w4_the_doorbell_is_heard_with_the_fill() {
         let ended = member.wait_any(&[&waiter], None).unwrap();
         assert_eq!(ended, WaitAny::Ended(0, FillState::Failed(FailKind::Deadline)));
         thread.join().unwrap();
+    });
+}
+
+/// One who rings is stopped, or dies, before it wakes anybody. Mutant: it leaves no trace.
+#[test]
+fn loom_w6_the_next_ringer_wakes_for_one_that_was_stopped() {
+    explore(|| {
+        let bell = Arc::new(EventWord::default());
+        let happened = Arc::new(AtomicU32::new(0));
+        let (theirs, condition) = (bell.clone(), happened.clone());
+        let sleeper = thread::spawn(move || {
+            loop {
+                let seen = theirs.arm(SLEEPERS);
+                if condition.load(Ordering::SeqCst) != 0 {
+                    return;
+                }
+                theirs.sleep(seen, None);
+            }
+        });
+        let stopped = bell.clone();
+        let stopped = thread::spawn(move || {
+            let _ = stopped.bump();
+        });
+        happened.store(1, Ordering::SeqCst);
+        bell.ring();
+        sleeper.join().unwrap();
+        stopped.join().unwrap();
     });
 }

@@ -133,7 +133,9 @@ fn a_vote_can_be_taken_back_until_the_decision() {
     // Not cast yet, because nobody has opened the group.
     let early = ranks.vote(1, 3, true, true);
     ranks.members[1].withdraw([3; 16], true);
-    assert_eq!(told(&[ranks.vote(0, 3, true, true), early]), [false; 2]);
+    assert_eq!(early.try_recv(), Ok(false), "only the opener could have made it anything else");
+    assert_eq!(told(&[ranks.vote(0, 3, true, true)]), [false]);
+    assert!(early.try_recv().is_err());
     ranks.assert_over();
 }
 
@@ -338,4 +340,34 @@ fn what_makes_no_sense_is_refused_and_told() {
     ranks.members[1].vote(vote, decided).unwrap();
     assert_eq!(told(&[first, other]), [false; 2]);
     ranks.assert_over();
+}
+
+/// A member was cleared up after before the group was opened; the opener dies before it has looked
+/// (`group.open.after`). Mutants: no trace of whether the opener has looked; a reaper that leaves it.
+#[test]
+fn d1_a_record_whose_opener_died_early_is_kept_by_nobody() {
+    for found in [false, true] {
+        let ranks = ranks(3);
+        let [opener, other, x] = [0, 1, 2].map(|rank| &ranks.members[rank]);
+        x.inner.fence();
+        assert!(other.reap(x.id(), None).done);
+        // What `claim` leaves at that point.
+        let record = ranks.first();
+        record.id.iter().for_each(|half| half.store(5, Ordering::SeqCst));
+        let seats = Seats::of(&ranks.roster).iter().map(|seat| 1_u64 << seat).sum();
+        record.members[0].store(seats, Ordering::SeqCst);
+        record.holders[0].store(seats, Ordering::SeqCst);
+        let open = GroupState::Open as u64 | u64::from(opener.id().0) << 8 | 1 << 32;
+        record.word.store(open, Ordering::SeqCst);
+        let find = || group::find(&ranks.control.region, [5, 5], false, other.id().0);
+        let seated = found.then(find).flatten();
+        opener.inner.fence();
+        assert!(other.reap(opener.id(), None).done);
+        if let Some(seated) = seated {
+            assert_eq!(group::decision(&ranks.control.region, seated), Some(false));
+            group::let_go(&other.inner, seated);
+        }
+        assert!(find().is_none());
+        ranks.assert_over();
+    }
 }

@@ -253,7 +253,7 @@ fn d1_death_between_state_and_wake_is_heard() {
                 let word = slot.load();
                 assert!(slot.change(word, word.to(Phase::Ready, None)));
                 if moved {
-                    slot.version.bump();
+                    let _ = slot.version.bump();
                 }
                 assert_eq!(reap(&survivor, &dead).pins, 1);
                 assert!(waiting.join().unwrap(), "moved {moved}, any {any}");
@@ -529,7 +529,9 @@ fn w6_a_lock_of_a_stopped_member_stops_nobody() {
     assert_eq!(phase(&control, slot), Phase::Draining);
     assert!(is_full(&pool, &key(2)));
     drop(held);
-    assert_eq!(load(&pool, &key(2)), slot, "unlinked when a slot was needed");
+    // Unlinked when a slot is needed, or by the reminder a moment before, which has freed it or is about to.
+    load(&pool, &key(2));
+    until(|| phase(&control, slot) != Phase::Draining);
     assert_at_rest(&control);
 }
 
