@@ -7,7 +7,7 @@ use std::{
     collections::HashSet,
     fmt,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicUsize, Ordering},
     },
     time::Instant,
@@ -35,7 +35,9 @@ pub struct DumpTask {
     /// Nothing is read before this event; if its producer fails, the shards end as `Abandoned`.
     pub after: Option<Produced>,
     /// Nothing is published before the whole group commits; if it does not, the shards end as
-    /// `Cancelled`.
+    /// `Cancelled`. A group waits for a rank that lives and does not vote: see
+    /// [`DumpHandle::give_up`]. Its shards need slots, all at once: `NoSpace` if the cache is full,
+    /// `Unavailable` if somebody else is filling one, so the ranks of a group dump different keys.
     pub group: Option<CommitGroup>,
 }
 
@@ -67,6 +69,8 @@ pub struct DumpProgress {
 /// The caller's end of a dump task. Thread-safe; dropping it changes nothing.
 pub struct DumpHandle {
     shared: Arc<Shared>,
+    id: u64,
+    inbox: Weak<Inbox>,
 }
 
 impl DumpHandle {
@@ -110,6 +114,14 @@ impl DumpHandle {
             }
             state.keys.iter().map(|key| key.durable).collect()
         })
+    }
+
+    /// Takes this rank's vote back, if the task is one of a group and the group is not decided: then
+    /// the group is off, for all its ranks. The keys end either way; wait for that before you reuse
+    /// the sources.
+    pub fn give_up(&self) {
+        // A queue that is gone has ended the dump.
+        let _ = self.inbox.upgrade().map(|inbox| inbox.push(Event::GiveUp(self.id)));
     }
 }
 
@@ -341,7 +353,7 @@ impl DumpTask {
         let gated = self.after.is_some();
         Ok((
             Box::new(PreparedDump { id, items, gated, ballot, share: task }),
-            DumpHandle { shared },
+            DumpHandle { shared, id, inbox: Arc::downgrade(inbox) },
         ))
     }
 }

@@ -23,6 +23,8 @@ pub(crate) enum Event {
     Produced(u64, bool),
     /// The group of this dump has been decided.
     Decided(u64, bool),
+    /// Take the vote of this dump back.
+    GiveUp(u64),
     /// Cancel the load task of this id.
     Cancel(u64),
     /// A backend operation ended.

@@ -37,7 +37,7 @@ pub mod testing;
 
 pub use dump::{DumpHandle, DumpProgress, DumpRef, DumpResult, DumpTask};
 pub use error::{ErrorKind, QueueError};
-pub use group::{CommitBoard, CommitGroup, Decided, GroupId, LocalBoard};
+pub use group::{CommitBoard, CommitGroup, Decided, GroupId, LocalBoard, SharedBoard};
 pub use layers::{LayerGroup, Layers};
 pub use memory::SlotMemory;
 pub use metrics::QueueStats;

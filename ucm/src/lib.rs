@@ -30,8 +30,8 @@ pub use ucm_ctrl::{
     Namespace, ParallelAxis, PoolId, Presence, Redeemed,
 };
 pub use ucm_queue::{
-    Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef, Task,
-    TaskHandle,
+    CommitGroup, Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef,
+    Task, TaskHandle,
 };
 pub use ucm_store::Backend;
 pub use ucm_transport::{Addr, Location, Memory, RegionId, TransferEngine};

@@ -7,11 +7,14 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use ucm_ctrl::{BlockId, Identity, Inspection, Key, Member, MemberSpec, Pool, PoolId};
+use ucm_ctrl::{
+    BlockId, Identity, Inspection, Key, Member, MemberId, MemberSpec, MemberState, MemberStay,
+    Pool, PoolId,
+};
 use ucm_data::{Mapped, PeerWatch, RendezvousStats, WhenAbsent};
 use ucm_queue::{
-    Builder, DumpHandle, DumpRef, DumpTask, LoadQueue, QueueStats, Request, ShardRef,
-    StagingLayout, StagingPool, Task, TaskHandle,
+    Builder, CommitGroup, DumpHandle, DumpRef, DumpTask, GroupId, LoadQueue, QueueStats, Request,
+    ShardRef, SharedBoard, StagingLayout, StagingPool, Task, TaskHandle,
 };
 use ucm_transport::{Addr, HostEngine, Memory, RegionId, SharedEngine, TransferEngine};
 
@@ -202,6 +205,43 @@ impl Rank {
     /// Nothing was accepted; `Busy` is back-pressure.
     pub fn submit_dump(&self, pool: PoolId, task: DumpTask) -> Result<DumpHandle, Error> {
         Ok(self.lane(pool)?.queue.dump(task)?)
+    }
+
+    /// This rank's part in a commit of all ranks of the node: for [`DumpTask::group`]. The same `id`
+    /// for all of them, new for each attempt and each dump task (for example a hash of the block and
+    /// a counter).
+    ///
+    /// # Errors
+    /// `Refused` unless each of `cache.ranks` devices has one rank in the cache; nobody waits for
+    /// this rank then.
+    pub fn commit_group(&self, id: GroupId) -> Result<CommitGroup, Error> {
+        let members = self.member.control().inspect_members();
+        let mut seats: Vec<_> = members
+            .into_iter()
+            .filter(|member| member.state == MemberState::Joined && member.device_id >= 0)
+            .map(|member| {
+                let id = MemberId(member.index);
+                (member.device_id, MemberStay { id, generation: member.generation })
+            })
+            .collect();
+        seats.sort_unstable_by_key(|(device, stay)| (*device, stay.id));
+        let ranks = self.config.cache.ranks;
+        let roster: Vec<_> = seats.iter().map(|(_, stay)| *stay).collect();
+        let mine = roster.iter().position(|stay| *stay == self.member.stay());
+        let distinct = seats.windows(2).all(|two| matches!(two, [a, b] if a.0 != b.0));
+        match mine.and_then(|rank| u32::try_from(rank).ok()) {
+            Some(rank) if distinct && roster.len() == ranks as usize => {
+                let board = SharedBoard::new(&self.member, roster);
+                Ok(CommitGroup { board, id, rank, ranks })
+            }
+            _ => {
+                let devices: Vec<_> = seats.iter().map(|(device, _)| *device).collect();
+                Err(Error::Control(ucm_ctrl::CtrlError::Invalid(format!(
+                    "ranks of devices {devices:?} are in the cache, a commit of all takes one on \
+                     each of {ranks}: try again when they are"
+                ))))
+            }
+        }
     }
 
     /// Renews blocks in the cache and, once, in the backend; returns resident shards renewed.

@@ -331,6 +331,7 @@ impl Core {
                 }
             }
             Event::Decided(id, commit) => self.decided(id, commit),
+            Event::GiveUp(id) => self.give_up(id),
             Event::Cancel(task) => self.cancel(task),
             Event::Ended(completed) => self.ended(completed),
             Event::CopyLost(body) => self.copy_lost(*body),
@@ -339,7 +340,7 @@ impl Core {
     }
 
     /// Ends all load tasks as cancelled and takes no more; dumps not yet started are dropped, those
-    /// in flight run to their end.
+    /// in flight run to their end, and votes not decided are taken back.
     fn close(&mut self) {
         self.closing = true;
         self.prewarm.clear();
@@ -350,7 +351,7 @@ impl Core {
         self.dumps.clear();
         // Dropping these votes against their groups, and ends their shards.
         self.gated.clear();
-        self.groups.clear();
+        self.give_up_groups();
         // Dropping a fill fails it.
         self.unreachable_dumps.clear();
         self.drop_dump_waits();

@@ -47,6 +47,11 @@ impl Core {
         self.stage_dumps();
         while let Some(mut item) = self.dumps.pop_front() {
             self.step();
+            if !self.may_commit(&item) {
+                item.group = None;
+                self.dump_failed(item, FailKind::Cancelled);
+                continue;
+            }
             // Groups need all their slots at once; they are bounded by their bytes.
             if item.group.is_none() && item.slot.is_none() {
                 if self.dump_slots.taken() >= self.parts.limits.dump_slots {
@@ -57,10 +62,14 @@ impl Core {
             }
             match self.parts.pool.acquire(&item.key) {
                 Ok(Acquired::Hit(pin)) => self.dump_resident(item, pin),
+                Ok(Acquired::Waiter(_)) if item.group.is_some() => {
+                    self.dump_failed(item, FailKind::Unavailable);
+                }
                 Ok(Acquired::Waiter(waiter)) => self.wait_for_dump(item, waiter),
                 Ok(Acquired::Owner(fill)) => self.snap_into_slot(item, fill),
                 Ok(Acquired::Full) => {
-                    let staging = self.parts.dump_staging.as_ref().filter(|_| item.durable);
+                    let bypass = item.durable && item.group.is_none();
+                    let staging = self.parts.dump_staging.as_ref().filter(|_| bypass);
                     match staging.map(StagingPool::try_acquire) {
                         None => self.dump_failed(item, FailKind::NoSpace),
                         Some(Some(lease)) => self.snap_into_buffer(item, lease),
@@ -177,10 +186,7 @@ impl Core {
                 fill.fail(kind);
                 self.dump_failed(item, kind);
             }
-            (SnapInto::Staged(room), Ok(())) => match item.group {
-                Some(group) => self.hold(group, Held::Staged { item, room }),
-                None => self.bypassed(item, room),
-            },
+            (SnapInto::Staged(room), Ok(())) => self.bypassed(item, room),
             // `Through` has become `Slot` above.
             (SnapInto::Staged(_) | SnapInto::Through { .. }, Err(kind)) => {
                 self.dump_failed(item, kind);

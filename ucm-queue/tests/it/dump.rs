@@ -1,31 +1,27 @@
 //! The way back: device, cache, backend.
 
-use std::sync::Arc;
-
 use ucm_ctrl::{Acquired, FailKind, Presence};
-use ucm_queue::{
-    CommitGroup, DumpRef, DumpTask, ErrorKind, LoadQueue, LocalBoard, Outcome, Producer,
-};
+use ucm_queue::{DumpRef, DumpTask, ErrorKind, LoadQueue, Outcome, Producer};
 use ucm_store::ErrorKind as StoreKind;
 use ucm_transport::ErrorKind as CopyError;
 
 use crate::support::*;
 
-const BYTES: u64 = 4096;
+pub(crate) const BYTES: u64 = 4096;
 
-fn dump_of(buffer: &Buffer, keys: std::ops::Range<u64>, durable: bool) -> DumpTask {
+pub(crate) fn dump_of(buffer: &Buffer, keys: std::ops::Range<u64>, durable: bool) -> DumpTask {
     let shard = |i| DumpRef { key: key(i), src: buffer.addr(i), len: None };
     DumpTask { shards: keys.map(shard).collect(), durable, ..DumpTask::default() }
 }
 
 /// A buffer whose place `i` holds the payload of key `i`.
-fn sources(queue: &LoadQueue, count: u64) -> Buffer {
+pub(crate) fn sources(queue: &LoadQueue, count: u64) -> Buffer {
     let buffer = Buffer::of(queue, count, BYTES);
     (0..count).for_each(|i| buffer.fill(key(i), i));
     buffer
 }
 
-fn presence(rank: &Rank, n: u64) -> Presence {
+pub(crate) fn presence(rank: &Rank, n: u64) -> Presence {
     let mut out = [Presence::Absent];
     rank.pool.lookup(&[key(n)], &mut out).unwrap();
     out[0]
@@ -339,98 +335,4 @@ fn a58_a_producer_that_is_gone_ends_what_waits_for_it() {
     assert_eq!(handle.wait_cached(watchdog()), Some(vec![Err(FailKind::Abandoned); 2]));
     producer.signal();
     node.assert_at_rest();
-}
-
-/// The dump of `keys`, as rank `rank` of three.
-fn in_group(board: &Arc<LocalBoard>, mut task: DumpTask, rank: u32) -> DumpTask {
-    task.group = Some(CommitGroup { board: board.clone(), id: [9; 16], rank, ranks: 3 });
-    task
-}
-
-#[test]
-fn s6_a_group_is_visible_only_when_all_its_ranks_have_committed() {
-    let node = Node::new(32, BYTES);
-    let ranks = [node.rank(), node.rank(), node.rank()];
-    let backend = Script::new();
-    let queues = ranks.each_ref().map(|rank| rank.builder(backend.clone()).start().unwrap());
-    let buffers = queues.each_ref().map(|queue| sources(queue, 12));
-    let board = LocalBoard::new();
-    let dump = |rank: usize| {
-        let first = rank as u64 * 4;
-        let task = dump_of(&buffers[rank], first..first + 4, true);
-        let rank_number = u32::try_from(rank).unwrap();
-        queues[rank].dump(in_group(&board, task, rank_number)).unwrap()
-    };
-    let mut handles = vec![dump(0), dump(1)];
-    eventually("a vote", || board.open() == 1);
-    eventually("the copies", || queues[..2].iter().all(|queue| queue.stats().copy_plans > 0));
-    // All bytes of two ranks are here, and nobody can read one of them.
-    for i in 0..12 {
-        assert_ne!(presence(&ranks[2], i), Presence::Ready, "shard {i}");
-    }
-    assert_eq!(handles[0].wait_cached(Some(std::time::Instant::now())), None);
-    assert_eq!(backend.stored(key(0)), None, "nor is anything in the backend");
-    handles.push(dump(2));
-    for (rank, handle) in handles.iter().enumerate() {
-        assert_eq!(handle.wait_durable(watchdog()), Some(vec![Ok(()); 4]), "rank {rank}");
-        assert_eq!(queues[rank].stats().groups_committed, 1);
-    }
-    for i in 0..12 {
-        assert_eq!(presence(&ranks[0], i), Presence::Ready);
-        assert_eq!(backend.stored(key(i)).unwrap(), buffers[0].bytes(i));
-    }
-    assert_eq!(board.open(), 0);
-    node.assert_at_rest();
-}
-
-#[test]
-fn s6_one_rank_that_fails_or_closes_takes_the_group_back() {
-    for closes in [false, true] {
-        let node = Node::new(32, BYTES);
-        let ranks = [node.rank(), node.rank(), node.rank()];
-        let backend = Script::new();
-        let mut queues: Vec<_> =
-            ranks.iter().map(|rank| Some(rank.builder(backend.clone()).start().unwrap())).collect();
-        let buffers: Vec<_> =
-            queues.iter().map(|queue| sources(queue.as_ref().unwrap(), 12)).collect();
-        let board = LocalBoard::new();
-        ranks[2].gate.close();
-        let handles: Vec<_> = (0..3)
-            .map(|rank: u32| {
-                let first = u64::from(rank) * 4;
-                let task = dump_of(&buffers[rank as usize], first..first + 4, true);
-                let queue = queues[rank as usize].as_ref().unwrap();
-                queue.dump(in_group(&board, task, rank)).unwrap()
-            })
-            .collect();
-        ranks[2].gate.wait_held(1);
-        if closes {
-            ranks[2].gate.open();
-            // Dropped before or after its copies: it has not been told of a decision.
-            let held = Some(std::time::Instant::now());
-            let queue = queues[2].take();
-            if handles[2].wait_cached(held).is_none() {
-                drop(queue);
-            }
-        } else {
-            for _ in 0..5 {
-                ranks[2].gate.fail_next(CopyError::Failed);
-            }
-            ranks[2].gate.open();
-        }
-        let results: Vec<_> =
-            handles.iter().map(|handle| handle.wait_durable(watchdog()).unwrap()).collect();
-        let committed = results[0] == vec![Ok(()); 4];
-        assert!(closes || !committed, "a rank failed");
-        for (rank, results) in results.iter().enumerate().take(2) {
-            let expected = if committed { Ok(()) } else { Err(FailKind::Cancelled) };
-            assert_eq!(*results, vec![expected; 4], "rank {rank}");
-        }
-        for i in 0..8 {
-            let ready = presence(&ranks[0], i) == Presence::Ready;
-            assert_eq!((ready, backend.stored(key(i)).is_some()), (committed, committed));
-        }
-        drop(queues);
-        node.assert_at_rest();
-    }
 }

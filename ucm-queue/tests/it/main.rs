@@ -9,6 +9,7 @@ mod cancel;
 mod crash;
 mod dump;
 mod failure;
+mod group;
 mod idle;
 mod layers;
 mod load;

@@ -11,8 +11,8 @@ use std::{
 
 use serde_json::{Value, json};
 use ucm::{
-    Addr, Backend, Key, Memory, Node, Outcome, PoolId, Rank, Redeemed, RegionId, Request,
-    Scheduler, ShardRef, Task,
+    Addr, Backend, DumpHandle, DumpTask, Key, Memory, Node, Outcome, PoolId, Rank, Redeemed,
+    RegionId, Request, Scheduler, ShardRef, Task,
 };
 use ucm_store::{
     BackendCapabilities, ErrorKind, Op, PatternBackend, Presence, StoreError, fill_pattern,
@@ -25,6 +25,10 @@ const POOL: PoolId = PoolId(0);
 
 pub(crate) fn key(number: u64) -> Key {
     Key::new(u128::from(number).to_le_bytes(), 0)
+}
+
+fn group(attempt: u64) -> [u8; 16] {
+    u128::from(attempt).to_le_bytes()
 }
 
 fn say(message: &Value) {
@@ -48,8 +52,13 @@ fn entry() {
     if std::env::var_os(MARK).is_none() {
         return;
     }
-    let mut actor =
-        Actor { rank: None, scheduler: None, gate: Arc::default(), leases: HashMap::new() };
+    let mut actor = Actor {
+        rank: None,
+        scheduler: None,
+        gate: Arc::default(),
+        leases: HashMap::new(),
+        dumps: HashMap::new(),
+    };
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
         actor.obey(&serde_json::from_str(&line).unwrap());
@@ -63,6 +72,7 @@ struct Actor {
     scheduler: Option<Scheduler>,
     gate: Arc<Gate>,
     leases: HashMap<u64, ucm::Lease>,
+    dumps: HashMap<u64, Arc<DumpHandle>>,
 }
 
 impl Actor {
@@ -88,6 +98,23 @@ impl Actor {
             },
             "dump" => {
                 self.dump(&keys());
+                answer(json!({}));
+            }
+            "dump_group" => match self.dump_group(order, &keys()) {
+                Ok(()) => answer(json!({})),
+                Err(error) => answer(
+                    json!({ "error": error.to_string(), "error_kind": format!("{:?}", error.kind()) }),
+                ),
+            },
+            "give_up" => {
+                let attempt = order["attempt"].as_u64().unwrap();
+                match self.dumps.remove(&attempt) {
+                    Some(handle) => handle.give_up(),
+                    None => {
+                        let (rank, ..) = self.rank.as_ref().unwrap();
+                        rank.commit_group(group(attempt)).unwrap().give_up();
+                    }
+                }
                 answer(json!({}));
             }
             "release" => {
@@ -205,6 +232,35 @@ impl Actor {
 
     /// Dumps the keys into the cache and the backend, and waits for both.
     fn dump(&self, keys: &[u64]) {
+        let (rank, ..) = self.rank.as_ref().unwrap();
+        let handle = rank.dump(POOL, &self.sources(keys), true).unwrap();
+        assert!(handle.wait_durable(None).unwrap().iter().all(Result::is_ok));
+    }
+
+    /// Dumps the keys as this rank's part of an attempt of all ranks; says how they ended.
+    fn dump_group(&mut self, order: &Value, keys: &[u64]) -> Result<(), ucm::Error> {
+        let (rank, ..) = self.rank.as_ref().unwrap();
+        let attempt = order["attempt"].as_u64().unwrap();
+        let part = rank.commit_group(group(attempt))?;
+        let shard = |(key, src): (Key, Addr)| ucm::DumpRef { key, src, len: None };
+        let task = DumpTask {
+            shards: self.sources(keys).into_iter().map(shard).collect(),
+            durable: true,
+            group: Some(part),
+            ..DumpTask::default()
+        };
+        let handle = Arc::new(rank.submit_dump(POOL, task)?);
+        self.dumps.insert(attempt, handle.clone());
+        std::thread::spawn(move || {
+            let results = handle.wait_durable(None).unwrap();
+            let results: Vec<String> = results.iter().map(|r| format!("{r:?}")).collect();
+            say(&json!({ "kind": "dumped", "attempt": attempt, "results": results }));
+        });
+        Ok(())
+    }
+
+    /// Fills the memory with the bytes of the keys; where each one's are.
+    fn sources(&self, keys: &[u64]) -> Vec<(Key, Addr)> {
         let (rank, memory, region) = self.rank.as_ref().unwrap();
         let bytes = rank.pool(POOL).unwrap().shard_bytes();
         let mut buffer = vec![0; usize::try_from(bytes).unwrap()];
@@ -215,8 +271,7 @@ impl Actor {
             memory.write(usize::try_from(offset).unwrap(), &buffer).unwrap();
             shards.push((key(*number), Addr { region: *region, offset }));
         }
-        let handle = rank.dump(POOL, &shards, true).unwrap();
-        assert!(handle.wait_durable(None).unwrap().iter().all(Result::is_ok));
+        shards
     }
 
     /// Loads the keys one after the other into the destination; says how it ended.

@@ -5,7 +5,7 @@ use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Comman
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
-use crate::parent::{Instance, Proc};
+use crate::parent::{Instance, Proc, skip};
 
 /// D3: an owner is killed in mid-fill, half of the bytes written. A waiter takes over, what it gets
 /// is whole, and nothing of the dead member stays.
@@ -33,6 +33,43 @@ fn d3_an_owner_killed_in_mid_fill_is_replaced_by_a_waiter() {
     let inspection = procs[1].ask(&json!({"do": "inspect"}));
     assert_eq!(inspection["problems"], json!([]));
     assert_eq!((&inspection["members"], &inspection["pinned"]), (&json!(2), &json!(0)));
+}
+
+/// Ranks in containers see each other by numbers that mean nothing to the other: both know their own
+/// process as 1. Each is proven dead all the same, by one inside and by one outside.
+/// Mutant: a process is watched by the number it goes by itself (nobody dies, or somebody else).
+#[test]
+fn d1_death_is_seen_across_pid_namespaces() {
+    let instance = Instance::new();
+    let [Some(inner), Some(other)] = [(); 2].map(|()| Proc::start_in_pid_namespace()) else {
+        return skip("d1: a PID namespace is not allowed here");
+    };
+    let mut procs = vec![Proc::start(), inner, other];
+    for (device, proc) in (0..).zip(&mut procs) {
+        proc.join(&instance.rank(device, 3, 4));
+    }
+    // The one outside dies: those inside see it. Then one inside: the other one sees it, and one outside.
+    for (deaths, key) in [(1, 9), (2, 10)] {
+        procs[0].load(1, &[key]);
+        assert_eq!(procs[0].started(), key);
+        for survivor in &mut procs[1..] {
+            survivor.load(deaths, &[key]);
+        }
+        procs.remove(0).kill();
+        let owner = crate::loading::first_to_start(&mut procs, 0..2);
+        procs[owner].release(key);
+        for proc in &mut procs {
+            proc.loaded(deaths);
+        }
+        while procs[0].ask(&json!({"do": "inspect"}))["deaths"] != deaths {
+            std::thread::yield_now();
+        }
+        let seen = procs[0].ask(&json!({"do": "inspect"}));
+        let found = [&seen["problems"], &seen["members"], &seen["pinned"], &seen["filling"]];
+        assert_eq!(found, [&json!([]), &json!(2), &json!(0), &json!(0)]);
+        procs.push(Proc::start());
+        procs[2].join(&instance.rank(3, 3, 4));
+    }
 }
 
 /// D6 and "moves each byte once": the creator is killed, a new rank joins and hits its bytes.

@@ -101,7 +101,7 @@ fn f9_waiters_of_a_failed_owner_hear_at_once_and_can_retry() {
 }
 
 /// Which of these ranks is the first to reach its backend.
-fn first_to_start(procs: &mut [Proc], ranks: std::ops::Range<usize>) -> usize {
+pub(crate) fn first_to_start(procs: &mut [Proc], ranks: std::ops::Range<usize>) -> usize {
     let watchdog = Instant::now() + Duration::from_secs(60);
     while Instant::now() < watchdog {
         for rank in ranks.clone() {

@@ -11,6 +11,7 @@ mod child;
 #[cfg(feature = "failpoints")]
 mod crash;
 mod death;
+mod groups;
 mod joining;
 mod loading;
 mod parent;

@@ -32,7 +32,27 @@ impl Proc {
 
     /// As [`start`](Self::start), with more environment.
     pub(crate) fn start_with(environment: &[(&str, &str)]) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::start_by(Command::new(std::env::current_exe().unwrap()), environment)
+    }
+
+    /// The first process of a PID namespace of its own; `None` where that is not allowed. A signal goes
+    /// to its parent, whose death it does not survive.
+    pub(crate) fn start_in_pid_namespace() -> Option<Self> {
+        let unshare = || {
+            let mut command = Command::new("unshare");
+            command.args(["--pid", "--fork", "--kill-child", "--"]);
+            command
+        };
+        let allowed = unshare().arg("true").stderr(Stdio::null()).status().ok()?.success();
+        allowed.then(|| {
+            let mut command = unshare();
+            command.arg(std::env::current_exe().unwrap());
+            Self::start_by(command, &[])
+        })
+    }
+
+    fn start_by(mut command: Command, environment: &[(&str, &str)]) -> Self {
+        let mut child = command
             .args(["--exact", "child::entry", "--ignored", "--nocapture"])
             .env(MARK, "1")
             .envs(environment.iter().copied())
@@ -151,6 +171,12 @@ impl Proc {
         }
     }
 
+    /// Whether the process has not ended.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn lives(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
     /// SIGKILL, and waits for the end of the process.
     pub(crate) fn kill(mut self) {
         self.child.kill().unwrap();
@@ -163,6 +189,12 @@ impl Drop for Proc {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Says that a test could not run here. Counted by whoever runs the tests; never a pass.
+#[expect(clippy::print_stdout, reason = "this is how a skip is made visible")]
+pub(crate) fn skip(reason: &str) {
+    println!("SKIP {reason}");
 }
 
 /// A cache directory and its usual settings.
