@@ -80,6 +80,13 @@ const JOBS: &[Job] = &[
         quick: "load --backend memory --blocks 16 --verify --runs 1 --assert backend_loads<=64",
         seconds: (10, 2),
     },
+    Job {
+        name: "staging",
+        full: "staging --assert cancel_lost<=0 --assert idle_polls<=0",
+        quick: "staging --requests 40 --depth 1,2 --cancels 2000 --idle-ms 100 --runs 1 \
+                --assert cancel_lost<=0",
+        seconds: (60, 3),
+    },
     Job { name: "ctrl", full: "ctrl", quick: "ctrl --quick", seconds: (60, 10) },
     Job {
         name: "crash",

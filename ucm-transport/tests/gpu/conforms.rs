@@ -96,7 +96,7 @@ fn streams_that_call_the_host() {
 /// Every operation is late, and memory is not pinned at all, or pinned page by page.
 #[test]
 fn slow_streams_and_every_way_of_pinning() {
-    let slow = |_| Setting { library: Library::Fake, env: &[("UCM_FAKE_GPU_DELAY_US", "50")] };
+    let slow = |_| Setting { library: Library::Fake, env: &[("UCM_FAKE_GPU_DELAY_US", "10")] };
     each("conforms::slow_streams_and_every_way_of_pinning", slow, |family| {
         let settings = |builder: DeviceEngineBuilder| builder.kernel(KernelUse::Never);
         suite(family, LOAD, |builder| settings(builder).pin(PinPolicy::Never));
