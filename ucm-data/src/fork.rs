@@ -2,14 +2,16 @@
 //!
 //! A forked child inherits every open file description: it would hold the parent's locks, keep its
 //! sockets listening without anybody to answer, and keep the memory alive after the parent died. A
-//! `pthread_atfork` child handler therefore replaces each guarded descriptor by a dead one. The
-//! numbers stay taken, so the child's copies of the owning objects close only the dead ones.
+//! `pthread_atfork` child handler therefore replaces each guarded descriptor by a dead one, which it
+//! makes in the place of the first: a parent without descriptors left is guarded as well. The
+//! numbers stay taken, so the child's copies of the owning objects close only the dead ones. (Where a
+//! limit was lowered below a number that is in use, that one is closed: nothing can take its place.)
 //!
 //! **Invariant:** in a forked child no guarded descriptor refers to what it refers to in the parent,
 //! and [`generation`] differs from the parent's.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
 
 use crate::{DataError, ErrorKind};
@@ -19,7 +21,6 @@ const GUARDABLE: usize = 64 * 1024;
 
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 static GUARDED: [AtomicU64; GUARDABLE / 64] = [const { AtomicU64::new(0) }; GUARDABLE / 64];
-static DEAD_FD: AtomicI32 = AtomicI32::new(-1);
 static INSTALL: Once = Once::new();
 
 /// A descriptor shared by several owners of one process, closed with the last, dead in a fork.
@@ -107,12 +108,8 @@ impl Birthplace {
 
 fn install() {
     INSTALL.call_once(|| {
-        let flags = rustix::event::EventfdFlags::CLOEXEC;
-        if let Ok(fd) = rustix::event::eventfd(0, flags) {
-            DEAD_FD.store(fd.into_raw_fd(), Ordering::Relaxed);
-        }
-        // SAFETY: `in_child` is a plain function that only uses atomics and the system call dup3,
-        // both allowed between fork and exec; it stays valid as long as the program's code.
+        // SAFETY: `in_child` is a plain function that only uses atomics and plain system calls, both
+        // allowed between fork and exec; it stays valid as long as the program's code.
         let rc = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         if rc != 0 {
             tracing::warn!(rc, "fork guard not installed: a forked child can hold locks");
@@ -133,21 +130,46 @@ fn mark(fd: RawFd, on: bool) {
 
 unsafe extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
-    let dead = DEAD_FD.load(Ordering::Relaxed);
+    let mut dead: RawFd = -1;
     let mut base: RawFd = 0;
     for word in &GUARDED {
         let mut bits = word.load(Ordering::Relaxed);
         while bits != 0 {
             let fd = base + bits.trailing_zeros().cast_signed();
-            if dead >= 0 {
+            if dead < 0 {
+                dead = bury(fd);
+            } else {
                 // SAFETY: plain system call on two integers. The number stays owned by the same
-                // object, so no owner sees a closed or foreign descriptor.
-                unsafe { libc::dup3(dead, fd, libc::O_CLOEXEC) };
+                // object, so no owner sees a foreign descriptor.
+                let rc = unsafe { libc::dup3(dead, fd, libc::O_CLOEXEC) };
+                if rc < 0 {
+                    // SAFETY: as above; the number lies beyond the limit, where nothing new comes.
+                    unsafe { libc::close(fd) };
+                }
             }
             bits &= bits - 1;
         }
         base += 64;
     }
+}
+
+/// Replaces a descriptor by a new one that leads nowhere; the number of one, or -1 if none can be had.
+fn bury(fd: RawFd) -> RawFd {
+    // First, so that there is room. The child has one thread: nobody takes the number meanwhile.
+    // SAFETY: plain system call on an integer; its owner finds something else below, or nothing.
+    unsafe { libc::close(fd) };
+    // SAFETY: plain system call on two integers.
+    let made = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+    if made < 0 || made == fd {
+        return made;
+    }
+    // SAFETY: plain system call on two integers; `fd` was closed above.
+    if unsafe { libc::dup3(made, fd, libc::O_CLOEXEC) } < 0 {
+        return made;
+    }
+    // SAFETY: made above, and nobody else knows it.
+    unsafe { libc::close(made) };
+    fd
 }
 
 #[cfg(test)]
@@ -162,7 +184,7 @@ mod tests {
         // SAFETY: the child only makes system calls and leaves with _exit.
         let pid = unsafe { libc::fork() };
         if pid == 0 {
-            // The pipe's write end is an eventfd here: one byte is refused with EINVAL.
+            // The pipe's write end is an eventfd here, which refuses one byte.
             let refused = rustix::io::write(guarded.as_fd(), b"x").is_err();
             let moved = generation() != before;
             let code = if refused && moved { 0 } else { 1 };
