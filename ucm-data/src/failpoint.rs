@@ -15,8 +15,10 @@ pub(crate) use failpoint;
 /// All points of this crate, by operation.
 #[cfg(any(test, feature = "failpoints"))]
 pub const NAMES: &[&str] = &[
+    "answer.accept.before",
     "answer.fds.after",
     "answer.fds.before",
+    "answer.life.before",
     "answer.meta.before",
     "answer.welcome.before",
     "death.tell.after",
@@ -26,6 +28,7 @@ pub const NAMES: &[&str] = &[
     "enter.hello.after",
     "enter.listen.after",
     "enter.lock.after",
+    "enter.meet.after",
     "enter.offer.after",
     "enter.seated.after",
     "enter.sign.after",

@@ -12,6 +12,7 @@
 
 mod config;
 mod directory;
+mod meet;
 mod membership;
 mod probe;
 mod process;

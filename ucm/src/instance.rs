@@ -281,6 +281,30 @@ impl StewardHooks for Hooks {
         }
     }
 
+    fn on_vanished(&self, seat: u16, incarnation: Token) {
+        if let (Some(member), Ok(seat)) = (self.upgrade(), u8::try_from(seat)) {
+            let members = member.control().inspect_members();
+            // Read before the stay: if that is the right one, so is the generation, or it is over.
+            let generation = members.iter().find(|m| m.index == seat).map(|m| m.generation);
+            if let Some(generation) = generation
+                && member.control().incarnation(MemberId(seat)) == Some(incarnation.0)
+            {
+                let expelled = member.expel(MemberId(seat), generation);
+                tracing::warn!(
+                    seat,
+                    ?expelled,
+                    "expelled a member that has become another program"
+                );
+            }
+        }
+    }
+
+    fn on_failed_join(&self, occupied: &[u16]) {
+        if let Some(member) = self.upgrade() {
+            repair_leftovers(&member, occupied);
+        }
+    }
+
     fn on_leave(&self, seat: u16, incarnation: Token) {
         // A member that leaves gives its record back first, and its seat last. If the record is
         // still there, something kept it from doing so; nothing of it touches the memory any more.

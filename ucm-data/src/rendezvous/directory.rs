@@ -97,16 +97,21 @@ impl Directory {
         &self.path
     }
 
+    /// The same directory, opened once more: with locks of its own.
+    pub(crate) fn again(&self) -> Result<Arc<Self>, DataError> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat(self.fd.as_fd(), ".", flags, Mode::empty())
+            .map_err(|e| limit_or_os(&format!("opening {}", self.path.display()), e))?;
+        let (path, seats) = (self.path.clone(), self.seats.clone());
+        Ok(Arc::new(Self { fd: GuardedFd::new(fd), path, seats }))
+    }
+
     /// Excludes all other entering processes until the guard is dropped.
     pub(crate) fn lock(self: &Arc<Self>, deadline: Instant) -> Result<Locked, DataError> {
         let mut pause = Duration::from_micros(100);
         loop {
-            match rustix::fs::flock(self.fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(Locked { directory: Arc::clone(self) }),
-                Err(Errno::WOULDBLOCK | Errno::INTR) => {}
-                Err(e) => {
-                    return Err(DataError::os(format!("flock of {}", self.path.display()), e));
-                }
+            if let Some(locked) = self.try_lock()? {
+                return Ok(locked);
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -121,6 +126,15 @@ impl Directory {
             }
             std::thread::sleep(pause.min(left));
             pause = (pause * 2).min(Duration::from_millis(4));
+        }
+    }
+
+    /// The same at once; `None` if somebody is entering.
+    pub(crate) fn try_lock(self: &Arc<Self>) -> Result<Option<Locked>, DataError> {
+        match rustix::fs::flock(self.fd.as_fd(), FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => Ok(Some(Locked { directory: Arc::clone(self) })),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => Ok(None),
+            Err(e) => Err(DataError::os(format!("flock of {}", self.path.display()), e)),
         }
     }
 
@@ -147,6 +161,13 @@ impl Directory {
     /// Shows everybody that a member lives, until this object is dropped or the process ends.
     pub(crate) fn sign_in(&self) -> Result<(), DataError> {
         self.record_lock(libc::F_OFD_SETLK, libc::F_RDLCK, 0).map(|_| ())
+    }
+
+    /// Names the file that is a seat's socket at the moment, if seats are files.
+    pub(crate) fn socket_file(&self, seat: u16) -> Option<(u64, u64)> {
+        use std::os::unix::fs::MetadataExt;
+        let file = fs::symlink_metadata(self.seats.file(seat)?).ok()?;
+        Some((file.dev(), file.ino()))
     }
 
     /// Removes the socket file of a seat whose member is gone. Only under the lock, or by the member

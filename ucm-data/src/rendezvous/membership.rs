@@ -16,6 +16,7 @@ use rustix::io::Errno;
 use crate::failpoint::failpoint;
 use crate::rendezvous::config::{Offer, RendezvousConfig, Token, WhenAbsent};
 use crate::rendezvous::directory::{Directory, Locked};
+use crate::rendezvous::meet::{Way, at_its_limit};
 use crate::rendezvous::probe::{Answer, Reached, Welcome, reach};
 use crate::rendezvous::process::limit_or_os;
 use crate::rendezvous::roster::{Me, Roster};
@@ -46,7 +47,8 @@ pub trait Enter {
     /// The others know this process by now and would see it die; nobody else enters meanwhile.
     ///
     /// Seats that are not `occupied` have no process that could still touch the memory: records of
-    /// earlier stays there may be repaired.
+    /// earlier stays there may be repaired. A member that is ending, and whose process is not proven over,
+    /// occupies its seat: it belongs to those who see it end.
     fn seated(&mut self, occupied: &[u16]) {
         let _ = occupied;
     }
@@ -116,8 +118,9 @@ impl Rendezvous {
     /// # Errors
     /// `Denied` for a directory or member of another user, `Layout` for another layout (both named),
     /// `Unreachable` if members live in another network namespace, `Deadline` if nobody answers or
-    /// nobody creates in time, `DescriptorLimit` (can be retried), `Seat` for a seat that is taken;
-    /// the caller's errors of `create` and `admit`.
+    /// nobody creates in time, or if a member cannot be told of this one (both can be retried, as can
+    /// `DescriptorLimit` of this process or of a member), `Seat` for a seat that is taken; the caller's
+    /// errors of `create` and `admit`.
     pub fn enter<E: Enter>(
         config: &RendezvousConfig,
         caller: &mut E,
@@ -129,6 +132,7 @@ impl Rendezvous {
             now.checked_add(config.deadline).unwrap_or(now + Duration::from_secs(1 << 30));
         let mut pause = Duration::from_millis(1);
         let mut unreachable_since = None;
+        let mut limited = None;
         loop {
             let directory = Directory::open(&config.dir, config.sockets)?;
             let watch = PeerWatch::new();
@@ -139,18 +143,24 @@ impl Rendezvous {
                 let mut reached = reach(&directory, &config.layout, &watch)?;
                 failpoint!("enter.hello.after");
                 let entry = |reached, offer, welcome| {
-                    let directory = Arc::clone(&directory);
-                    Entry { config, directory, watch, reached, offer, welcome, locked }
+                    let (directory, watch) = (Arc::clone(&directory), watch.clone());
+                    Entry { config, directory, watch, reached, offer, welcome }
                 };
                 match reached.ask(&config.layout, deadline)? {
                     Answer::Offer(offer, welcome) => {
                         failpoint!("enter.offer.after");
-                        return entry(reached, offer, Some(welcome)).sit(caller);
+                        let way =
+                            Way { directory: &directory, layout: &config.layout, watch: &watch };
+                        if reached.meet(&way, &welcome, deadline)? {
+                            failpoint!("enter.meet.after");
+                            return entry(reached, offer, Some(welcome)).sit(caller, locked);
+                        }
                     }
                     Answer::Nobody if directory.has_members()? => {
+                        limited = reached.limited();
                         // Sockets and lock of an ending process go within moments of each other.
                         let since = *unreachable_since.get_or_insert_with(Instant::now);
-                        if since.elapsed() >= UNREACHABLE_AFTER {
+                        if limited.is_none() && since.elapsed() >= UNREACHABLE_AFTER {
                             return Err(unreachable(&directory).into());
                         }
                     }
@@ -158,7 +168,7 @@ impl Rendezvous {
                         let offer = caller.create()?;
                         offer.validate()?;
                         failpoint!("enter.create.after");
-                        return entry(reached, offer, None).sit(caller);
+                        return entry(reached, offer, None).sit(caller, locked);
                     }
                     Answer::Nobody => unreachable_since = None,
                 }
@@ -166,7 +176,9 @@ impl Rendezvous {
             // Nobody yet, or somebody in the middle of leaving or ending.
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(if directory.has_members()? {
+                return Err(if let Some(pid) = limited {
+                    at_its_limit(pid).into()
+                } else if directory.has_members()? {
                     unreachable(&directory).into()
                 } else {
                     nobody_came(config).into()
@@ -279,7 +291,7 @@ impl Drop for Membership {
 /// How long members may be signed in without a socket that answers.
 const UNREACHABLE_AFTER: Duration = Duration::from_secs(2);
 
-/// Everything gathered before sitting down. Owns the lock.
+/// Everything gathered before sitting down.
 struct Entry<'a> {
     config: &'a RendezvousConfig,
     directory: Arc<Directory>,
@@ -287,11 +299,11 @@ struct Entry<'a> {
     reached: Reached,
     offer: Offer,
     welcome: Option<Welcome>,
-    locked: Locked,
 }
 
 impl Entry<'_> {
-    fn sit<E: Enter>(mut self, caller: &mut E) -> Result<Membership, E::Error> {
+    /// `locked` goes when the caller has sat down, or has given its record back.
+    fn sit<E: Enter>(mut self, caller: &mut E, locked: Locked) -> Result<Membership, E::Error> {
         self.directory.sign_in()?;
         failpoint!("enter.sign.after");
         let incarnation = Token::random()?;
@@ -312,10 +324,15 @@ impl Entry<'_> {
         failpoint!("enter.admit.after");
         let seat = admitted.seat;
         let occupied = self.reached.occupied.clone();
-        self.sit_at(admitted, incarnation, boot, || caller.seated(&occupied)).map_err(|error| {
+        let sits = self.sit_at(admitted, incarnation, boot, || caller.seated(&occupied));
+        let sits = sits.map_err(|error| {
             caller.abandon(seat);
             error.into()
-        })
+        });
+        failpoint!("enter.unlock.before");
+        drop(locked);
+        failpoint!("enter.unlock.after");
+        sits
     }
 
     fn sit_at(
@@ -325,7 +342,7 @@ impl Entry<'_> {
         boot: Token,
         seated: impl FnOnce(),
     ) -> Result<Membership, DataError> {
-        let Self { config, directory, watch, reached, offer, welcome, locked } = self;
+        let Self { config, directory, watch, reached, offer, welcome } = self;
         let Admitted { seat, hooks } = admitted;
         if seat >= config.max_seats || reached.occupied.contains(&seat) {
             return Err(DataError::new(
@@ -359,8 +376,8 @@ impl Entry<'_> {
             fds: u32::try_from(offer.fds.len()).unwrap_or(u32::MAX),
         };
         failpoint!("enter.listen.after");
-        let (roster, conns) = acquaint(me, reached, welcome.as_ref());
         let bell = Arc::new(Bell::new()?);
+        let (roster, conns) = acquaint(me, reached, welcome.as_ref());
         let steward = Steward {
             seat,
             directory: Arc::clone(&directory),
@@ -374,6 +391,8 @@ impl Entry<'_> {
             hooks,
             bell: Arc::clone(&bell),
             receiver: Receiver::without_fds(),
+            named: directory.socket_file(seat),
+            sweep: None,
             spare: rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok(),
         };
         steward.publish();
@@ -389,6 +408,10 @@ impl Entry<'_> {
                 }
             })
             .map_err(|error| {
+                // Giving up is no death.
+                for socket in steward.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
+                    let _ = socket::send(socket.as_fd(), &Message::Bye, &[]);
+                }
                 DataError::new(ErrorKind::Os, format!("starting the steward thread: {error}"))
             })?;
         failpoint!("enter.thread.after");
@@ -401,9 +424,6 @@ impl Entry<'_> {
         }
         seated();
         let _ = hand_over.send(Box::new(steward));
-        failpoint!("enter.unlock.before");
-        drop(locked);
-        failpoint!("enter.unlock.after");
         let created = welcome.is_none();
         let steward = Some(thread);
         Ok(Membership {
@@ -419,17 +439,23 @@ impl Entry<'_> {
     }
 }
 
-/// Turns everybody who was reached into connections the steward watches.
+/// Turns everybody who was reached, or told of, into connections the steward watches.
 fn acquaint(me: Me, reached: Reached, welcome: Option<&Welcome>) -> (Roster, Vec<Conn>) {
     let mut roster = Roster::new(me);
     let mut conns = Vec::new();
-    for (id, prospect) in (0u64..).zip(reached.prospects) {
+    // In a cache made anew there is nobody.
+    let met = reached.prospects.into_iter().filter(|_| welcome.is_some());
+    for (id, prospect) in (0u64..).zip(met) {
         let told = welcome.and_then(|welcome| {
             welcome.peers.iter().find(|(seat, _)| *seat == prospect.seat).map(|(_, token)| *token)
         });
         let incarnation = prospect.incarnation().or(told);
-        roster.reached(id, prospect.seat, incarnation);
+        roster.reached(id, prospect.seat, incarnation, prospect.incarnation().is_some());
         conns.push(prospect.into_conn(id));
+    }
+    for (id, told) in (conns.len() as u64..).zip(reached.told) {
+        roster.told_of(id, told.seat, told.incarnation);
+        conns.push(Conn::told(id, told.life));
     }
     (roster, conns)
 }

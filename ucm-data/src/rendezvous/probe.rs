@@ -1,4 +1,5 @@
-//! The joiner's side: reach every member, hear the first that answers, fetch the offer.
+//! The joiner's side: reach every member, hear the first that answers, fetch the offer. Who was not
+//! reached is met afterwards (`meet`).
 //!
 //! **Invariant:** an offer is returned whole or not at all; descriptors of an incomplete one are
 //! closed. A member that does not answer is never taken for dead.
@@ -23,7 +24,7 @@ use crate::rendezvous::wire::{Message, Refusal, WIRE_VERSION};
 use crate::{DataError, ErrorKind};
 
 /// How long one member may take for one piece before another one is asked.
-const PATIENCE: Duration = Duration::from_millis(200);
+pub(crate) const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Sockets and locks of a process that ends go within moments of each other.
 const ENDING: Duration = Duration::from_millis(50);
@@ -31,8 +32,11 @@ const ENDING: Duration = Duration::from_millis(50);
 /// What a member said in its welcome.
 #[derive(Clone, Debug)]
 pub(crate) struct Welcome {
+    /// Who said it.
+    pub(crate) seat: u16,
     pub(crate) incarnation: Token,
     pub(crate) boot: Token,
+    /// Everybody else who sits, also who has not been proven over yet.
     pub(crate) peers: Vec<(u16, Token)>,
     meta: u32,
     fds: u32,
@@ -41,19 +45,42 @@ pub(crate) struct Welcome {
 /// A listener that was reached.
 pub(crate) struct Prospect {
     pub(crate) seat: u16,
-    socket: SharedFd,
-    life: Arc<Life>,
-    pid: i32,
-    welcome: Option<Welcome>,
-    gone: bool,
+    pub(crate) socket: SharedFd,
+    pub(crate) life: Arc<Life>,
+    pub(crate) pid: i32,
+    pub(crate) since: Instant,
+    pub(crate) welcome: Option<Welcome>,
+    pub(crate) gone: bool,
+    /// Why it is gone, if it said so.
+    pub(crate) refusal: Option<Refusal>,
+    /// Why it was gone when it was reached before.
+    pub(crate) before: Option<Refusal>,
     kept: bool,
+}
+
+/// A stay that nobody reaches any more, with its process as another member has passed it on.
+pub(crate) struct Told {
+    pub(crate) seat: u16,
+    pub(crate) incarnation: Token,
+    pub(crate) life: Life,
 }
 
 /// All listeners that were reached.
 pub(crate) struct Reached {
     pub(crate) prospects: Vec<Prospect>,
+    pub(crate) told: Vec<Told>,
     /// Seats that are taken, by members (also such as cannot be reached) or by foreign listeners.
     pub(crate) occupied: Vec<u16>,
+}
+
+/// What a connection attempt met.
+pub(crate) enum Knock {
+    Met(Prospect),
+    /// A listener of another user.
+    Foreign,
+    /// Listening, but its queue is full: stopped, or overrun.
+    Full,
+    Nobody,
 }
 
 /// What came of asking.
@@ -70,53 +97,63 @@ pub(crate) fn reach(
     layout: &LayoutTag,
     watch: &PeerWatch,
 ) -> Result<Reached, DataError> {
-    let mut reached = Reached { prospects: Vec::new(), occupied: Vec::new() };
-    let hello =
-        Message::Hello { wire_min: WIRE_VERSION, wire_max: WIRE_VERSION, layout: layout.clone() };
+    let mut reached = Reached { prospects: Vec::new(), told: Vec::new(), occupied: Vec::new() };
     for seat in 0..MAX_SEATS {
-        let address = directory
-            .seats()
-            .address(seat)
-            .map_err(|e| DataError::os(format!("address of seat {seat}"), e))?;
-        let socket = socket::new_socket().map_err(|e| limit_or_os("socket", e))?;
-        match connect(&socket, &address) {
-            Ok(()) => {}
-            Err(Errno::CONNREFUSED | Errno::NOENT) => {
-                if stays_held(directory, seat)? {
-                    tracing::warn!(seat, "a living member's socket is gone; nobody can reach it");
-                    reached.occupied.push(seat);
-                } else {
-                    directory.remove_socket(seat);
-                }
+        match knock(directory, layout, watch, seat)? {
+            Knock::Met(prospect) => reached.prospects.push(prospect),
+            Knock::Foreign | Knock::Full => {}
+            Knock::Nobody if stays_held(directory, seat)? => {
+                tracing::warn!(seat, "a living member's socket is gone; nobody can reach it");
+            }
+            Knock::Nobody => {
+                directory.remove_socket(seat);
                 continue;
             }
-            // Listening, but its queue is full: stopped, or overrun.
-            Err(Errno::AGAIN) => {
-                reached.occupied.push(seat);
-                continue;
-            }
-            Err(e) => return Err(limit_or_os(&format!("connecting to seat {seat}"), e)),
         }
         reached.occupied.push(seat);
-        let peer = peer_of(socket.as_fd())?;
-        if peer.uid != rustix::process::geteuid().as_raw() {
-            watch.shared.counters.foreign_seats.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(seat, uid = peer.uid, "ignored a listener of another user");
-            continue;
-        }
-        let life = Arc::new(Life::of_peer(socket.as_fd(), peer.pid)?);
-        let gone = socket::send(socket.as_fd(), &hello, &[]).is_err();
-        reached.prospects.push(Prospect {
-            seat,
-            socket: socket.into(),
-            life,
-            pid: peer.pid,
-            welcome: None,
-            gone,
-            kept: false,
-        });
     }
     Ok(reached)
+}
+
+/// Connects to a seat and says hello.
+pub(crate) fn knock(
+    directory: &Directory,
+    layout: &LayoutTag,
+    watch: &PeerWatch,
+    seat: u16,
+) -> Result<Knock, DataError> {
+    let address = directory
+        .seats()
+        .address(seat)
+        .map_err(|e| DataError::os(format!("address of seat {seat}"), e))?;
+    let socket = socket::new_socket().map_err(|e| limit_or_os("socket", e))?;
+    match socket::connect(&socket, &address) {
+        Ok(()) => {}
+        Err(Errno::CONNREFUSED | Errno::NOENT) => return Ok(Knock::Nobody),
+        Err(Errno::AGAIN) => return Ok(Knock::Full),
+        Err(e) => return Err(limit_or_os(&format!("connecting to seat {seat}"), e)),
+    }
+    let peer = peer_of(socket.as_fd())?;
+    if peer.uid != rustix::process::geteuid().as_raw() {
+        watch.shared.counters.foreign_seats.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(seat, uid = peer.uid, "ignored a listener of another user");
+        return Ok(Knock::Foreign);
+    }
+    let life = Arc::new(Life::of_peer(socket.as_fd(), peer.pid)?);
+    // Who hung up at once has said why.
+    let _ = socket::send(socket.as_fd(), &Message::hello(layout), &[]);
+    Ok(Knock::Met(Prospect {
+        seat,
+        socket: socket.into(),
+        life,
+        pid: peer.pid,
+        since: Instant::now(),
+        welcome: None,
+        gone: false,
+        refusal: None,
+        before: None,
+        kept: false,
+    }))
 }
 
 /// True if a process without a socket sits there for longer than one takes that is ending: it lives,
@@ -152,29 +189,35 @@ impl Reached {
                     return Ok(Answer::Offer(offer, welcome));
                 }
             }
-            self.prospects.retain(|prospect| !prospect.gone);
-            if self.prospects.is_empty() {
+            if self.prospects.iter().all(|prospect| prospect.gone) {
                 return Ok(Answer::Nobody);
             }
             if Instant::now() >= deadline {
                 return Err(self.no_answer());
             }
-            let waiting: Vec<_> =
-                self.prospects.iter().filter(|prospect| prospect.welcome.is_none()).collect();
+            let there = self.prospects.iter().filter(|prospect| !prospect.gone);
+            let waiting: Vec<_> = there.clone().filter(|p| p.welcome.is_none()).collect();
             if !waiting.is_empty() {
-                let answered = self.prospects.len() > waiting.len();
+                let answered = there.count() > waiting.len();
                 let limit = if answered { Instant::now() } else { deadline };
                 let sockets: Vec<_> = waiting.iter().map(|p| p.socket.as_fd()).collect();
                 wait_readable(&sockets, limit.min(deadline))?;
             }
-            for prospect in self.prospects.iter_mut().filter(|p| p.welcome.is_none()) {
+            for prospect in self.prospects.iter_mut().filter(|p| p.welcome.is_none() && !p.gone) {
                 prospect.hear(layout, &mut receiver)?;
             }
         }
     }
 
+    /// A member that refused for lack of descriptors.
+    pub(crate) fn limited(&self) -> Option<i32> {
+        let limited = |p: &&Prospect| p.refusal == Some(Refusal::DescriptorLimit);
+        self.prospects.iter().find(limited).map(|prospect| prospect.pid)
+    }
+
     fn no_answer(&self) -> DataError {
-        let pids: Vec<_> = self.prospects.iter().map(|prospect| prospect.pid).collect();
+        let there = self.prospects.iter().filter(|prospect| !prospect.gone);
+        let pids: Vec<_> = there.map(|prospect| prospect.pid).collect();
         DataError::new(
             ErrorKind::Deadline,
             format!(
@@ -193,17 +236,21 @@ impl Prospect {
 
     pub(crate) fn into_conn(mut self, id: ConnId) -> Conn {
         self.kept = true;
-        Conn { id, socket: Some(self.socket.clone()), life: Arc::clone(&self.life), pid: self.pid }
+        Conn::new(id, Some(self.socket.clone()), Arc::clone(&self.life), self.pid)
     }
 
     /// Takes in a welcome or a refusal, if there is one.
-    fn hear(&mut self, layout: &LayoutTag, receiver: &mut Receiver) -> Result<(), DataError> {
+    pub(crate) fn hear(
+        &mut self,
+        layout: &LayoutTag,
+        receiver: &mut Receiver,
+    ) -> Result<(), DataError> {
         match receiver.receive(self.socket.as_fd()) {
             Received::Message {
                 message: Message::Welcome { seat, incarnation, boot, peers, meta, fds },
                 ..
             } if seat == self.seat => {
-                self.welcome = Some(Welcome { incarnation, boot, peers, meta, fds });
+                self.welcome = Some(Welcome { seat, incarnation, boot, peers, meta, fds });
             }
             Received::Message { message: Message::Refuse { why, layout: theirs }, .. } => {
                 return self.refused(why, layout, &theirs);
@@ -245,9 +292,9 @@ impl Prospect {
                     rustix::process::geteuid().as_raw()
                 ),
             )),
-            // Another member may have descriptors left.
-            Refusal::DescriptorLimit => {
-                tracing::warn!(pid = self.pid, "a member is out of file descriptors");
+            // Another member may have passed the offer meanwhile; this one is asked again.
+            Refusal::DescriptorLimit | Refusal::Crowded => {
+                self.refusal = Some(why);
                 self.gone = true;
                 Ok(())
             }
@@ -301,7 +348,7 @@ impl Prospect {
     }
 
     /// One request and its reply. Replies to earlier, given up requests are dropped.
-    fn request(
+    pub(crate) fn request(
         &mut self,
         want: &Message,
         fits: impl Fn(&Message) -> bool,
@@ -347,17 +394,8 @@ impl Drop for Prospect {
     }
 }
 
-fn connect(socket: &OwnedFd, address: &rustix::net::SocketAddrUnix) -> Result<(), Errno> {
-    loop {
-        match rustix::net::connect(socket, address) {
-            Err(Errno::INTR) => {}
-            other => return other,
-        }
-    }
-}
-
 /// Waits until one socket has something to say; `false` when the time is over.
-fn wait_readable(
+pub(crate) fn wait_readable(
     sockets: &[std::os::fd::BorrowedFd<'_>],
     until: Instant,
 ) -> Result<bool, DataError> {

@@ -134,7 +134,7 @@ fn option<T: Copy>(socket: BorrowedFd<'_>, name: libc::c_int, mut value: T) -> R
     Err(Errno::from_io_error(&error).unwrap_or(Errno::INVAL))
 }
 
-fn is_closed(socket: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_closed(socket: BorrowedFd<'_>) -> bool {
     is_ready(socket, PollFlags::HUP)
 }
 

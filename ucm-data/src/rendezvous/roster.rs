@@ -5,6 +5,9 @@
 //! (left) or its process is proven over (dead). A connection that merely breaks proves nothing: a
 //! killed process closes its sockets before it counts as ended.
 //!
+//! Whoever sits is known to all others: a member that has not answered this one's hello yet, and then
+//! refuses it or hangs up, is greeted again (`Again`) until it has answered or its process is over.
+//!
 //! **Invariant:** for every (seat, incarnation) that was announced, exactly one of `Left` and `Died`
 //! is announced, at most once.
 
@@ -22,6 +25,8 @@ pub(crate) enum Notice {
     Died(u16, Token),
     /// A process ended between its hello and its sitting down.
     DiedJoining,
+    /// Its process goes on, but has given up the seat without a goodbye.
+    Vanished(u16, Token),
 }
 
 /// What the driver does.
@@ -34,6 +39,14 @@ pub(crate) enum Action {
     SendFds {
         first: u32,
     },
+    /// Pass hold of this member's process on, and tell the member that it is not found.
+    SendLife {
+        seat: u16,
+    },
+    /// Look whether our own name is still there.
+    Rename,
+    /// It does not know us: drop the connection, and greet it anew later.
+    Again,
     /// Stop talking; the process is still watched if it is a member.
     Hang,
     /// Forget connection and process.
@@ -57,7 +70,18 @@ enum Phase {
     /// Listens at this seat, but has not said yet who it is.
     Silent { seat: u16 },
     /// Sits.
-    Member { seat: u16, incarnation: Token, talks: bool },
+    Member { seat: u16, incarnation: Token, line: Line },
+}
+
+/// The connection with a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Line {
+    /// We greeted it, and it has not answered: it may not know us yet.
+    Unanswered,
+    /// Each knows the other.
+    Up,
+    /// It hung up without a goodbye: it is ending, has become another program, or its steward failed.
+    Down,
 }
 
 /// What this member tells joiners about itself and the offer.
@@ -90,16 +114,30 @@ impl Roster {
         self.entries.push((id, Phase::Greeting));
     }
 
-    /// This member reached the listener of a seat when it joined.
-    pub(crate) fn reached(&mut self, id: ConnId, seat: u16, incarnation: Option<Token>) {
+    /// This member reached the listener of a seat when it joined; `answered` if it was welcomed there.
+    pub(crate) fn reached(
+        &mut self,
+        id: ConnId,
+        seat: u16,
+        incarnation: Option<Token>,
+        answered: bool,
+    ) {
+        let line = if answered { Line::Up } else { Line::Unanswered };
         let phase = match incarnation {
-            Some(incarnation) => Phase::Member { seat, incarnation, talks: true },
+            Some(incarnation) => Phase::Member { seat, incarnation, line },
             None => Phase::Silent { seat },
         };
         self.entries.push((id, phase));
     }
 
+    /// This member was told of a stay that nobody reaches any more, and holds its process.
+    pub(crate) fn told_of(&mut self, id: ConnId, seat: u16, incarnation: Token) {
+        self.entries.push((id, Phase::Member { seat, incarnation, line: Line::Down }));
+    }
+
     pub(crate) fn on_message(&mut self, id: ConnId, message: Message) -> Vec<Action> {
+        let known = matches!(message, Message::Seated { seat, incarnation }
+            if self.members().any(|(_, s, i)| (s, i) == (seat, incarnation)));
         let me = &self.me;
         let Some((_, phase)) = self.entries.iter_mut().find(|(other, _)| *other == id) else {
             return vec![Action::Forget];
@@ -118,19 +156,29 @@ impl Roster {
             }
             (Phase::Joining, Message::WantMeta { offset }) => vec![Action::SendMeta { offset }],
             (Phase::Joining, Message::WantFds { first }) => vec![Action::SendFds { first }],
+            (Phase::Joining, Message::WantLife { seat }) => vec![Action::SendLife { seat }],
+            // Greeted again by somebody who is known already.
+            (Phase::Joining, Message::Seated { .. }) if known => vec![self.forget(id)],
             (Phase::Joining, Message::Seated { seat, incarnation }) if seat != me.seat => {
-                *phase = Phase::Member { seat, incarnation, talks: true };
+                *phase = Phase::Member { seat, incarnation, line: Line::Up };
                 vec![Action::Notify(Notice::Joined(seat, incarnation))]
             }
             (Phase::Silent { seat }, Message::Welcome { seat: says, incarnation, boot, .. })
                 if says == seat && boot == me.boot =>
             {
-                *phase = Phase::Member { seat, incarnation, talks: true };
+                *phase = Phase::Member { seat, incarnation, line: Line::Up };
                 vec![Action::Notify(Notice::Joined(seat, incarnation))]
             }
+            (Phase::Silent { .. }, Message::Welcome { .. }) => vec![self.forget(id)],
             // The answer to our own Hello, after another member already told us who this is.
-            (Phase::Member { .. }, Message::Welcome { .. }) => Vec::new(),
-            (Phase::Greeting | Phase::Joining, Message::Bye) => vec![self.forget(id)],
+            (Phase::Member { seat, incarnation, .. }, Message::Welcome { .. }) => {
+                *phase = Phase::Member { seat, incarnation, line: Line::Up };
+                Vec::new()
+            }
+            (Phase::Member { .. }, Message::Unfound) => vec![Action::Rename],
+            (Phase::Greeting | Phase::Joining | Phase::Silent { .. }, Message::Bye) => {
+                vec![self.forget(id)]
+            }
             (Phase::Member { seat, incarnation, .. }, Message::Bye) => {
                 self.ended(seat, incarnation, Fate::Left);
                 vec![self.forget(id), Action::Notify(Notice::Left(seat, incarnation))]
@@ -142,14 +190,48 @@ impl Roster {
     /// The connection broke, or carried garbage.
     pub(crate) fn on_closed(&mut self, id: ConnId) -> Vec<Action> {
         match self.entries.iter_mut().find(|(other, _)| *other == id) {
-            Some((_, Phase::Member { talks, .. })) => {
-                *talks = false;
+            Some((_, Phase::Silent { .. } | Phase::Member { line: Line::Unanswered, .. })) => {
+                vec![Action::Again]
+            }
+            Some((_, Phase::Member { line, .. })) => {
+                *line = Line::Down;
                 vec![Action::Hang]
             }
             // It may have claimed a seat's record already. A joiner that gives up says Bye.
             Some((_, Phase::Joining)) => vec![Action::Hang],
             _ => vec![self.forget(id)],
         }
+    }
+
+    /// It does not listen at its seat any more, and has not said goodbye.
+    pub(crate) fn lost(&mut self, id: ConnId) -> Vec<Action> {
+        match self.entries.iter_mut().find(|(other, _)| *other == id) {
+            Some((_, Phase::Member { line, .. })) => {
+                *line = Line::Down;
+                vec![Action::Hang]
+            }
+            _ => vec![self.forget(id)],
+        }
+    }
+
+    /// True if it was greeted by us and may not know us yet.
+    pub(crate) fn is_unanswered(&self, wanted: ConnId) -> bool {
+        self.entries.iter().any(|(id, phase)| {
+            let open = matches!(
+                phase,
+                Phase::Silent { .. } | Phase::Member { line: Line::Unanswered, .. }
+            );
+            *id == wanted && open
+        })
+    }
+
+    pub(crate) fn me(&self) -> &Me {
+        &self.me
+    }
+
+    /// Whom to drop when another stranger comes: who has said nothing yet. Others rely on being known.
+    pub(crate) fn mute(&self) -> Option<ConnId> {
+        self.entries.iter().find(|(_, phase)| *phase == Phase::Greeting).map(|(id, _)| *id)
     }
 
     /// Drops a connection that is one too many.
@@ -187,16 +269,38 @@ impl Roster {
         })
     }
 
+    /// The seat's member, and whether this one and it are connected.
+    pub(crate) fn member_at(&self, wanted: u16) -> Option<(ConnId, Token, bool)> {
+        self.entries.iter().find_map(|(id, phase)| match *phase {
+            Phase::Member { seat, incarnation, line } if seat == wanted => {
+                Some((*id, incarnation, line != Line::Down))
+            }
+            _ => None,
+        })
+    }
+
+    /// The member of this connection: seat, incarnation.
+    pub(crate) fn member(&self, wanted: ConnId) -> Option<(u16, Token)> {
+        self.members().find(|(id, ..)| *id == wanted).map(|(_, seat, stay)| (seat, stay))
+    }
+
+    /// The seat at which this connection's process listens.
+    pub(crate) fn seat_of(&self, wanted: ConnId) -> Option<u16> {
+        self.entries.iter().find(|(id, _)| *id == wanted).and_then(|(_, phase)| match *phase {
+            Phase::Silent { seat } | Phase::Member { seat, .. } => Some(seat),
+            _ => None,
+        })
+    }
+
     /// The last end seen at each seat.
     pub(crate) fn fates(&self) -> &[(u16, Token, Fate)] {
         &self.fates
     }
 
     fn welcome(&self) -> Message {
-        let peers = self.entries.iter().filter_map(|(_, phase)| match phase {
-            Phase::Member { seat, incarnation, talks: true } => Some((*seat, *incarnation)),
-            _ => None,
-        });
+        // Also those that do not talk: they may be ending, and write until their process is over. They
+        // belong to those who hold it.
+        let peers = self.members().map(|(_, seat, incarnation)| (seat, incarnation));
         let me = &self.me;
         Message::Welcome {
             seat: me.seat,
@@ -246,7 +350,7 @@ mod tests {
     }
 
     fn hello(version: u32) -> Message {
-        Message::Hello { wire_min: 1, wire_max: 1, layout: layout(version) }
+        Message::hello(&layout(version))
     }
 
     fn seat(roster: &mut Roster, id: ConnId, seat: u16, incarnation: Token) {
@@ -256,8 +360,10 @@ mod tests {
         assert_eq!(actions, [Action::Notify(Notice::Joined(seat, incarnation))]);
     }
 
+    /// Regression: who had hung up was left out, and the joiner took its seat and cleared up after it while
+    /// it could still write. Mutant: only those that talk are listed.
     #[test]
-    fn a_joiner_is_welcomed_with_all_talking_members() {
+    fn d1_a_joiner_is_welcomed_with_all_whose_process_is_not_over() {
         let mut roster = roster();
         let (a, b) = (Token([3; 16]), Token([4; 16]));
         seat(&mut roster, 1, 5, a);
@@ -268,7 +374,13 @@ mod tests {
         let [Action::Reply(Message::Welcome { peers, meta: 10, fds: 3, .. })] = &actions[..] else {
             panic!("{actions:?}");
         };
-        assert_eq!(peers, &[(5, a)]);
+        assert_eq!(peers, &[(5, a), (6, b)]);
+        assert_eq!(roster.member_at(5), Some((1, a, true)));
+        assert_eq!(roster.member_at(6), Some((2, b, false)));
+        assert_eq!(
+            roster.on_message(3, Message::WantLife { seat: 6 }),
+            [Action::SendLife { seat: 6 }]
+        );
         assert_eq!(
             roster.on_message(3, Message::WantFds { first: 2 }),
             [Action::SendFds { first: 2 }]
@@ -282,7 +394,7 @@ mod tests {
         let refuse = |why| Action::Reply(Message::Refuse { why, layout: layout(7) });
         assert_eq!(roster.on_message(1, hello(8)), [refuse(Refusal::Layout), Action::Forget]);
         roster.accepted(2);
-        let newer = Message::Hello { wire_min: 2, wire_max: 9, layout: layout(7) };
+        let newer = Message::Hello { wire_min: 3, wire_max: 9, layout: layout(7) };
         assert_eq!(roster.on_message(2, newer), [refuse(Refusal::Wire), Action::Forget]);
     }
 
@@ -341,12 +453,54 @@ mod tests {
             fds: 0,
         };
         let mut known = roster();
-        known.reached(1, 5, None);
+        known.reached(1, 5, None, false);
         let joined = [Action::Notify(Notice::Joined(5, a))];
         assert_eq!(known.on_message(1, welcome(Token([2; 16]))), joined);
         let mut foreign = roster();
-        foreign.reached(1, 5, None);
+        foreign.reached(1, 5, None, false);
         assert_eq!(foreign.on_message(1, welcome(Token([8; 16]))), [Action::Forget]);
+    }
+
+    /// Mutants: a refusal is taken for a broken connection; an answer is not noted.
+    #[test]
+    fn a05_a_member_that_never_answered_is_greeted_again_until_it_has() {
+        let (a, b) = (Token([3; 16]), Token([4; 16]));
+        let mut roster = roster();
+        roster.reached(1, 5, Some(a), false);
+        let refuse = Message::Refuse { why: Refusal::DescriptorLimit, layout: layout(7) };
+        assert_eq!(roster.on_message(1, refuse), [Action::Again]);
+        assert_eq!(roster.on_closed(1), [Action::Again]);
+        assert!(roster.is_unanswered(1));
+        let welcome = Message::Welcome {
+            seat: 5,
+            incarnation: a,
+            boot: Token([2; 16]),
+            peers: vec![],
+            meta: 0,
+            fds: 0,
+        };
+        assert_eq!(roster.on_message(1, welcome), []);
+        assert!(!roster.is_unanswered(1));
+        assert_eq!(roster.on_closed(1), [Action::Hang]);
+        // The other side: who greets again is announced once.
+        seat(&mut roster, 2, 6, b);
+        roster.accepted(3);
+        roster.on_message(3, hello(7));
+        let again = Message::Seated { seat: 6, incarnation: b };
+        assert_eq!(roster.on_message(3, again), [Action::Forget]);
+        assert_eq!(roster.on_message(2, Message::Unfound), [Action::Rename]);
+    }
+
+    /// Mutant: the oldest stranger is dropped, whoever it is.
+    #[test]
+    fn a05_only_who_has_said_nothing_gives_way() {
+        let mut roster = roster();
+        roster.accepted(1);
+        roster.on_message(1, hello(7));
+        roster.accepted(2);
+        assert_eq!((roster.strangers().count(), roster.mute()), (2, Some(2)));
+        assert_eq!(roster.evict(2), [Action::Forget]);
+        assert_eq!(roster.mute(), None);
     }
 
     proptest! {

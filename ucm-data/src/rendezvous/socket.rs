@@ -48,6 +48,9 @@ impl Seats {
     }
 }
 
+/// Joiners that can knock while a member is stopped; the kernel's own limit (somaxconn) may be lower.
+const BACKLOG: i32 = 4096;
+
 pub(crate) fn new_socket() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
@@ -56,8 +59,17 @@ pub(crate) fn new_socket() -> Result<OwnedFd, Errno> {
 pub(crate) fn listen_at(address: &SocketAddrUnix) -> Result<GuardedFd, Errno> {
     let socket = new_socket()?;
     rustix::net::bind(&socket, address)?;
-    rustix::net::listen(&socket, 512)?;
+    rustix::net::listen(&socket, BACKLOG)?;
     Ok(GuardedFd::new(socket))
+}
+
+pub(crate) fn connect(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
+    loop {
+        match rustix::net::connect(socket, address) {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
 }
 
 pub(crate) fn accept(listener: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {

@@ -1,7 +1,9 @@
 //! The steward: one thread per member that answers joiners, sees deaths and keeps deadlines.
 //!
-//! It sleeps in `poll` without a timeout (or until the hooks' next deadline) and never blocks on
-//! anybody: each reply is one non-blocking send, and who cannot take it is hung up on.
+//! It sleeps in `poll` without a timeout (or until the hooks' next deadline, or while it looks after
+//! somebody that hung up) and never blocks on anybody: each reply is one non-blocking send, and who cannot
+//! take it has to ask again. Its own stop and deaths come first, then what members and joiners say, then a
+//! few newcomers: whoever only knocks keeps it from nothing.
 //!
 //! **Invariant:** hooks are called on this thread only, after the table shows what they are told;
 //! a panic in a hook is caught, recorded, and the steward goes on answering.
@@ -18,7 +20,7 @@ use rustix::io::Errno;
 use crate::DataError;
 use crate::failpoint::failpoint;
 use crate::fork::{GuardedFd, SharedFd};
-use crate::rendezvous::config::{LayoutTag, Offer, Token};
+use crate::rendezvous::config::{LayoutTag, MAX_SEATS, Offer, Token};
 use crate::rendezvous::directory::Directory;
 use crate::rendezvous::process::{Life, Peer, limit_or_os, peer_of};
 use crate::rendezvous::roster::{Action, ConnId, Notice, Roster};
@@ -26,8 +28,14 @@ use crate::rendezvous::socket::{self, Received, Receiver};
 use crate::rendezvous::watch::{PeerInfo, PeerWatch};
 use crate::rendezvous::wire::{FDS_PER_MESSAGE, META_CHUNK_BYTES, Message, Refusal};
 
-/// Connections that may be in the middle of joining; the oldest gives way.
+/// Connections that may be in the middle of joining; the oldest that has said nothing yet gives way.
 const MAX_STRANGERS: usize = 64;
+
+/// Newcomers taken before the others have their turn.
+const ACCEPTS_PER_ROUND: usize = 32;
+
+/// First and longest pause between looks at somebody that hung up, or between greetings.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(1));
 
 /// Messages taken from one connection before the others have their turn.
 const MESSAGES_PER_ROUND: usize = 256;
@@ -45,10 +53,20 @@ pub trait StewardHooks: Send + Sync {
     /// A member left in good order: nothing of it needs repair. Exactly once per stay.
     fn on_leave(&self, seat: u16, incarnation: Token);
 
-    /// A process ended in the middle of joining: it may have claimed a seat's record without ever
-    /// sitting there. Records of seats nobody sits on can be looked through; the next `admit` will
-    /// do so in any case.
-    fn on_failed_join(&self) {}
+    /// A member has given up its seat and all connections without a goodbye, and its process goes on: it
+    /// has become another program (`exec`), or closed what was not its to close. Nothing of it is proven
+    /// quiet before [`on_death`](Self::on_death), but it is lost to the cache. At most once per stay; a
+    /// process that takes long to end is heard of as well.
+    fn on_vanished(&self, seat: u16, incarnation: Token) {
+        let _ = (seat, incarnation);
+    }
+
+    /// A process ended in the middle of joining: it may have claimed a record without ever sitting there.
+    /// Nobody enters during this call. Seats that are not `occupied` have no process that could still touch
+    /// the memory: their records may be repaired.
+    fn on_failed_join(&self, occupied: &[u16]) {
+        let _ = occupied;
+    }
 
     /// When to call [`on_deadline`](Self::on_deadline) next.
     fn next_deadline(&self) -> Option<Instant> {
@@ -91,6 +109,41 @@ pub(crate) struct Conn {
     pub(crate) socket: Option<SharedFd>,
     pub(crate) life: Arc<Life>,
     pub(crate) pid: i32,
+    /// When to look after it again, or to greet it again.
+    later: Option<Later>,
+}
+
+impl Conn {
+    pub(crate) fn new(id: ConnId, socket: Option<SharedFd>, life: Arc<Life>, pid: i32) -> Self {
+        Self { id, socket, life, pid, later: None }
+    }
+
+    /// Somebody who is known by its process only.
+    pub(crate) fn told(id: ConnId, life: Life) -> Self {
+        Self { later: Some(Later::default()), ..Self::new(id, None, Arc::new(life), 0) }
+    }
+}
+
+/// Something that is tried again and again, more and more rarely.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Later {
+    due: Instant,
+    pause: Duration,
+}
+
+impl Default for Later {
+    fn default() -> Self {
+        let (first, _) = LOOKS;
+        Self { due: Instant::now() + first, pause: first }
+    }
+}
+
+impl Later {
+    fn next(self) -> Self {
+        let (_, longest) = LOOKS;
+        let pause = (self.pause * 2).min(longest);
+        Self { due: Instant::now() + pause, pause }
+    }
 }
 
 /// The steward's own state.
@@ -107,6 +160,10 @@ pub(crate) struct Steward {
     pub(crate) hooks: Arc<dyn StewardHooks>,
     pub(crate) bell: Arc<Bell>,
     pub(crate) receiver: Receiver,
+    /// The file that is our socket, if seats are files.
+    pub(crate) named: Option<(u64, u64)>,
+    /// When to look through the records that joiners may have left.
+    pub(crate) sweep: Option<Later>,
     /// Given up for a moment when descriptors run out, so that a connection can be refused.
     pub(crate) spare: Option<OwnedFd>,
 }
@@ -127,23 +184,27 @@ impl Steward {
         self.publish();
         while !self.bell.stop.load(Ordering::Acquire) {
             let ready = self.wait();
-            let mut notices = Vec::new();
             if ready.rung {
                 let _ = rustix::io::read(self.bell.eventfd.as_fd(), &mut [0; 8]);
             }
-            for id in ready.talking {
-                self.listen_to(id, &mut notices);
-            }
+            let mut notices = Vec::new();
             for id in ready.over {
                 // A farewell may still be in the queue.
                 self.listen_to(id, &mut notices);
                 let actions = self.roster.on_exit(id);
                 self.perform(id, actions, &mut notices);
             }
-            if ready.knocked {
-                self.accept_all(&mut notices);
+            self.tell(std::mem::take(&mut notices));
+            for id in ready.talking {
+                self.listen_to(id, &mut notices);
             }
-            self.tell(notices);
+            self.look_after(&mut notices);
+            self.tell(std::mem::take(&mut notices));
+            if ready.knocked {
+                self.accept_some(&mut notices);
+                self.tell(notices);
+            }
+            self.sweep();
             self.keep_deadline();
         }
         self.farewell();
@@ -216,7 +277,9 @@ impl Steward {
 
     fn timeout(&self) -> Option<Duration> {
         let hooks = &self.hooks;
-        let next = self.guarded(|| hooks.next_deadline()).flatten()?;
+        let deadline = self.guarded(|| hooks.next_deadline()).flatten();
+        let looks = self.conns.iter().filter_map(|conn| conn.later).chain(self.sweep);
+        let next = looks.map(|later| later.due).chain(deadline).min()?;
         Some(next.saturating_duration_since(Instant::now()))
     }
 
@@ -232,33 +295,41 @@ impl Steward {
         }
     }
 
-    fn accept_all(&mut self, notices: &mut Vec<Notice>) {
-        loop {
-            match socket::accept(self.listener.as_fd()) {
-                Ok(socket) => self.accept_one(socket, notices),
-                Err(Errno::MFILE | Errno::NFILE) => {
-                    // Take the connection with the spare descriptor and drop it: the joiner hears
-                    // at once, and `poll` does not find it again.
-                    count(&self.watch.shared.counters.refused_descriptors);
-                    let had_spare = self.spare.take().is_some();
-                    if had_spare && let Ok(socket) = socket::accept(self.listener.as_fd()) {
-                        self.refuse(&socket, Refusal::DescriptorLimit);
-                    } else {
-                        std::thread::sleep(Duration::from_millis(10));
-                    }
-                    self.spare = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok();
-                    if !had_spare {
-                        return;
-                    }
-                }
-                Err(Errno::AGAIN) => return,
-                Err(errno) => {
-                    // The kernel is out of memory; `poll` will find the connection again.
-                    tracing::warn!(%errno, "steward: accept failed");
-                    return std::thread::sleep(Duration::from_millis(10));
-                }
+    fn accept_some(&mut self, notices: &mut Vec<Notice>) {
+        for _ in 0..ACCEPTS_PER_ROUND {
+            if !self.accept_next(notices) {
+                return;
             }
         }
+    }
+
+    /// Takes the next connection; false when there is none, or none can be had at the moment.
+    fn accept_next(&mut self, notices: &mut Vec<Notice>) -> bool {
+        failpoint!("answer.accept.before");
+        match socket::accept(self.listener.as_fd()) {
+            Ok(socket) => self.accept_one(socket, notices),
+            Err(Errno::MFILE | Errno::NFILE) => {
+                // Take the connection with the spare descriptor and drop it: the joiner hears
+                // at once, and `poll` does not find it again.
+                count(&self.watch.shared.counters.refused_descriptors);
+                let had_spare = self.spare.take().is_some();
+                if had_spare && let Ok(socket) = socket::accept(self.listener.as_fd()) {
+                    self.refuse(&socket, Refusal::DescriptorLimit);
+                } else {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+                self.spare = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok();
+                return had_spare;
+            }
+            Err(Errno::AGAIN) => return false,
+            Err(errno) => {
+                // The kernel is out of memory; `poll` will find the connection again.
+                tracing::warn!(%errno, "steward: accept failed");
+                std::thread::sleep(Duration::from_millis(10));
+                return false;
+            }
+        }
+        true
     }
 
     fn accept_one(&mut self, socket: OwnedFd, notices: &mut Vec<Notice>) {
@@ -281,18 +352,18 @@ impl Steward {
                 return self.refuse(&socket, Refusal::DescriptorLimit);
             }
         };
-        let strangers: Vec<_> = self.roster.strangers().collect();
-        if strangers.len() >= MAX_STRANGERS
-            && let Some(&oldest) = strangers.first()
-        {
-            let actions = self.roster.evict(oldest);
-            self.perform(oldest, actions, notices);
+        if self.roster.strangers().count() >= MAX_STRANGERS {
+            let Some(mute) = self.roster.mute() else {
+                return self.refuse(&socket, Refusal::Crowded);
+            };
+            let actions = self.roster.evict(mute);
+            self.perform(mute, actions, notices);
         }
         let id = self.next_id;
         self.next_id += 1;
         self.roster.accepted(id);
         let socket = Some(SharedFd::from(socket));
-        self.conns.push(Conn { id, socket, life, pid: peer.pid });
+        self.conns.push(Conn::new(id, socket, life, peer.pid));
     }
 
     fn refuse(&self, socket: &OwnedFd, why: Refusal) {
@@ -336,44 +407,37 @@ impl Steward {
 
     fn perform(&mut self, id: ConnId, actions: Vec<Action>, notices: &mut Vec<Notice>) {
         for action in actions {
-            let sent = match action {
+            match action {
                 Action::Reply(message) => {
                     failpoint!("answer.welcome.before");
                     if matches!(message, Message::Refuse { .. }) {
                         count(&self.watch.shared.counters.refused_layout);
                     }
-                    self.send(id, &message, &[])
+                    self.send(id, &message, &[]);
                 }
                 Action::SendMeta { offset } => {
                     failpoint!("answer.meta.before");
                     let rest = self.offer.meta.get(offset as usize..).unwrap_or_default();
                     let bytes = rest.iter().take(META_CHUNK_BYTES).copied().collect();
-                    self.send(id, &Message::Meta { offset, bytes }, &[])
+                    self.send(id, &Message::Meta { offset, bytes }, &[]);
                 }
                 Action::SendFds { first } => self.send_fds(id, first),
-                Action::Hang => {
+                Action::SendLife { seat } => self.send_life(id, seat),
+                Action::Rename => self.rename(notices),
+                Action::Hang | Action::Again => {
                     if let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) {
                         conn.socket = None;
+                        let later = conn.later.get_or_insert_default();
+                        *later = Later { due: Instant::now() + later.pause, ..*later };
                     }
-                    true
                 }
-                Action::Forget => {
-                    self.conns.retain(|conn| conn.id != id);
-                    true
-                }
-                Action::Notify(notice) => {
-                    notices.push(notice);
-                    true
-                }
-            };
-            if !sent {
-                let actions = self.roster.on_closed(id);
-                return self.perform(id, actions, notices);
+                Action::Forget => self.conns.retain(|conn| conn.id != id),
+                Action::Notify(notice) => notices.push(notice),
             }
         }
     }
 
-    fn send_fds(&self, id: ConnId, first: u32) -> bool {
+    fn send_fds(&self, id: ConnId, first: u32) {
         failpoint!("answer.fds.before");
         let rest = self.offer.fds.get(first as usize..).unwrap_or_default();
         let fds: Vec<_> = rest.iter().take(FDS_PER_MESSAGE).map(AsFd::as_fd).collect();
@@ -383,9 +447,22 @@ impl Steward {
         if sent && first as usize + fds.len() == self.offer.fds.len() {
             count(&self.watch.shared.counters.served);
         }
-        sent
     }
 
+    fn send_life(&self, id: ConnId, seat: u16) {
+        failpoint!("answer.life.before");
+        let found = self.roster.member_at(seat);
+        let conn = found.and_then(|(of, ..)| self.conns.iter().find(|conn| conn.id == of));
+        let fds = Vec::from_iter(conn.and_then(|conn| conn.life.pidfd()));
+        let (of, incarnation, talks) = found.unwrap_or((id, Token([0; 16]), false));
+        self.send(id, &Message::Life { seat, incarnation, talks }, &fds);
+        if talks {
+            self.send(of, &Message::Unfound, &[]);
+        }
+    }
+
+    /// False if it was not taken. Nobody is hung up on for that: a joiner asks again, and others say so
+    /// little that it always fits.
     fn send(&self, id: ConnId, message: &Message, fds: &[BorrowedFd<'_>]) -> bool {
         let conn = self.conns.iter().find(|conn| conn.id == id);
         let Some(socket) = conn.and_then(|conn| conn.socket.as_ref()) else { return false };
@@ -394,18 +471,122 @@ impl Steward {
             // down, and then its end must be heard of.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => true,
             Err(errno) => {
-                tracing::warn!(%errno, "hung up on a connection that takes no reply");
+                tracing::warn!(%errno, "a reply was not taken");
                 false
             }
         }
     }
 
-    fn tell(&self, notices: Vec<Notice>) {
+    /// Puts our name back if somebody has removed it.
+    fn rename(&mut self, notices: &mut Vec<Notice>) {
+        let named = self.directory.socket_file(self.seat);
+        if self.named.is_none() || named == self.named {
+            return;
+        }
+        // Nobody finds the old one any more: it ends when all who wait there are taken in.
+        while self.accept_next(notices) {}
+        self.directory.remove_socket(self.seat);
+        let listener =
+            self.directory.seats().address(self.seat).and_then(|a| socket::listen_at(&a));
+        match listener {
+            Ok(listener) => {
+                self.listener = listener;
+                self.named = self.directory.socket_file(self.seat);
+                tracing::warn!(seat = self.seat, "somebody had removed our socket file");
+            }
+            // Whoever does not find us asks again.
+            Err(errno) => {
+                tracing::warn!(%errno, "our socket file is gone, and cannot be made anew")
+            }
+        }
+    }
+
+    /// Looks after those that hung up, and greets those again that did not take us in.
+    fn look_after(&mut self, notices: &mut Vec<Notice>) {
+        let now = Instant::now();
+        let due = |conn: &&Conn| conn.later.is_some_and(|later| later.due <= now);
+        let due: Vec<_> = self.conns.iter().filter(due).map(|conn| conn.id).collect();
+        for id in due {
+            let open = self.conns.iter().any(|conn| conn.id == id && conn.socket.is_some());
+            let Some(seat) = self.roster.seat_of(id).filter(|_| !open) else {
+                // All is well again; or a joiner hung up, and its end is awaited.
+                self.postpone(id, None);
+                continue;
+            };
+            let held = self.directory.is_seat_held(seat).unwrap_or(true);
+            match (self.roster.member(id), held) {
+                _ if held && self.roster.is_unanswered(id) => self.greet(id, seat),
+                (Some((seat, incarnation)), false) => {
+                    let actions = self.roster.lost(id);
+                    self.perform(id, actions, notices);
+                    self.postpone(id, None);
+                    notices.push(Notice::Vanished(seat, incarnation));
+                }
+                (None, false) => {
+                    let actions = self.roster.lost(id);
+                    self.perform(id, actions, notices);
+                }
+                // It keeps its seat: its steward has failed. Its end is awaited.
+                (_, true) => self.postpone(id, Some(Later::next)),
+            }
+        }
+    }
+
+    fn postpone(&mut self, id: ConnId, next: Option<fn(Later) -> Later>) {
+        if let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) {
+            conn.later = conn.later.and_then(|later| next.map(|next| next(later)));
+        }
+    }
+
+    fn greet(&mut self, id: ConnId, seat: u16) {
+        let socket = self.connect(seat);
+        self.postpone(id, Some(Later::next));
+        let pid = |socket: &OwnedFd| peer_of(socket.as_fd()).map_or(-1, |peer| peer.pid);
+        let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) else { return };
+        let Ok(socket) = socket else { return };
+        let me = self.roster.me();
+        let seated = Message::Seated { seat: me.seat, incarnation: me.incarnation };
+        if pid(&socket) == conn.pid
+            && socket::send(socket.as_fd(), &Message::hello(&self.layout), &[]).is_ok()
+            && socket::send(socket.as_fd(), &seated, &[]).is_ok()
+        {
+            conn.socket = Some(SharedFd::from(socket));
+        }
+    }
+
+    fn connect(&self, seat: u16) -> Result<OwnedFd, Errno> {
+        let address = self.directory.seats().address(seat)?;
+        let socket = socket::new_socket()?;
+        socket::connect(&socket, &address)?;
+        Ok(socket)
+    }
+
+    /// A joiner ended half-way: while nobody enters, its record can be found.
+    fn sweep(&mut self) {
+        let Some(later) = self.sweep.filter(|later| later.due <= Instant::now()) else { return };
+        let swept = self.directory.again().and_then(|directory| {
+            let Some(_locked) = directory.try_lock()? else { return Ok(false) };
+            let mut occupied = vec![self.seat];
+            occupied.extend(self.roster.members().map(|(_, seat, _)| seat));
+            for seat in 0..MAX_SEATS {
+                if directory.is_seat_held(seat)? {
+                    occupied.push(seat);
+                }
+            }
+            let hooks = &self.hooks;
+            self.guarded(|| hooks.on_failed_join(&occupied));
+            Ok(true)
+        });
+        self.sweep = if swept.unwrap_or(false) { None } else { Some(later.next()) };
+    }
+
+    fn tell(&mut self, notices: Vec<Notice>) {
         if notices.is_empty() {
             return;
         }
         self.publish();
         let hooks = &self.hooks;
+        let mut sweep = self.sweep;
         for notice in notices {
             match notice {
                 Notice::Joined(seat, incarnation) => {
@@ -419,7 +600,11 @@ impl Steward {
                     failpoint!("death.tell.after");
                 }
                 Notice::DiedJoining => {
-                    self.guarded(|| hooks.on_failed_join());
+                    sweep = Some(Later { due: Instant::now(), ..Later::default() });
+                }
+                Notice::Vanished(seat, incarnation) => {
+                    tracing::warn!(seat, %incarnation, "a member gave up its seat, but goes on");
+                    self.guarded(|| hooks.on_vanished(seat, incarnation));
                 }
                 Notice::Left(seat, incarnation) => {
                     count(&self.watch.shared.counters.leaves);
@@ -427,6 +612,7 @@ impl Steward {
                 }
             }
         }
+        self.sweep = sweep;
     }
 
     pub(crate) fn publish(&self) {

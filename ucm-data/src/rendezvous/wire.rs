@@ -13,7 +13,7 @@ use crate::rendezvous::config::{
 };
 
 /// Version of these messages.
-pub(crate) const WIRE_VERSION: u16 = 1;
+pub(crate) const WIRE_VERSION: u16 = 2;
 /// Bytes of `meta` in one message.
 pub(crate) const META_CHUNK_BYTES: usize = 16 * 1024;
 /// Descriptors in one message (the kernel allows 253).
@@ -34,6 +34,8 @@ pub(crate) enum Refusal {
     Wire = 3,
     /// The member is at its limit of descriptors.
     DescriptorLimit = 4,
+    /// Too many others are in the middle of joining.
+    Crowded = 5,
 }
 
 /// One message.
@@ -64,9 +66,20 @@ pub(crate) enum Message {
     Seated { seat: u16, incarnation: Token },
     /// I leave; the connection ends without a death.
     Bye,
+    /// Joiner: nobody listens where you say that somebody sits; pass me hold of its process.
+    WantLife { seat: u16 },
+    /// Member: here, as a descriptor; without one, its stay is over. `talks`: it and I are connected.
+    Life { seat: u16, incarnation: Token, talks: bool },
+    /// Member to member: a joiner does not find you; is your name gone?
+    Unfound,
 }
 
 impl Message {
+    /// The greeting of somebody with this layout.
+    pub(crate) fn hello(layout: &LayoutTag) -> Self {
+        Self::Hello { wire_min: WIRE_VERSION, wire_max: WIRE_VERSION, layout: layout.clone() }
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Writer(MAGIC.to_vec());
         match self {
@@ -118,6 +131,17 @@ impl Message {
                 out.token(*incarnation);
             }
             Self::Bye => out.u8(9),
+            Self::WantLife { seat } => {
+                out.u8(10);
+                out.u16(*seat);
+            }
+            Self::Life { seat, incarnation, talks } => {
+                out.u8(11);
+                out.u16(*seat);
+                out.token(*incarnation);
+                out.u8(u8::from(*talks));
+            }
+            Self::Unfound => out.u8(12),
         }
         out.0
     }
@@ -170,6 +194,13 @@ impl Message {
             }
             8 => Self::Seated { seat: input.seat()?, incarnation: input.token()? },
             9 => Self::Bye,
+            10 => Self::WantLife { seat: input.seat()? },
+            11 => Self::Life {
+                seat: input.seat()?,
+                incarnation: input.token()?,
+                talks: input.flag()?,
+            },
+            12 => Self::Unfound,
             kind => {
                 return Err(DataError::corrupt(format!(
                     "rendezvous message of unknown kind {kind}"
@@ -258,12 +289,21 @@ impl Reader<'_> {
         }
     }
 
+    fn flag(&mut self) -> Result<bool, DataError> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            flag => Err(DataError::corrupt(format!("flag {flag} in a rendezvous message"))),
+        }
+    }
+
     fn refusal(&mut self) -> Result<Refusal, DataError> {
         match self.u8()? {
             1 => Ok(Refusal::Credentials),
             2 => Ok(Refusal::Layout),
             3 => Ok(Refusal::Wire),
             4 => Ok(Refusal::DescriptorLimit),
+            5 => Ok(Refusal::Crowded),
             why => Err(DataError::corrupt(format!("unknown refusal {why}"))),
         }
     }
@@ -334,9 +374,14 @@ mod tests {
                 .prop_map(|(offset, bytes)| Message::Meta { offset, bytes }),
             (0..1u32 << 14).prop_map(|first| Message::WantFds { first }),
             (0..1u32 << 14, 0..200u16).prop_map(|(first, count)| Message::Fds { first, count }),
-            (seat, any_token())
+            (seat.clone(), any_token())
                 .prop_map(|(seat, incarnation)| Message::Seated { seat, incarnation }),
             Just(Message::Bye),
+            seat.clone().prop_map(|seat| Message::WantLife { seat }),
+            (seat, any_token(), any::<bool>()).prop_map(|(seat, incarnation, talks)| {
+                Message::Life { seat, incarnation, talks }
+            }),
+            Just(Message::Unfound),
         ]
     }
 

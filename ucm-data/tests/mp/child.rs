@@ -35,7 +35,8 @@ fn entry() {
     if std::env::var_os(MARK).is_none() {
         return;
     }
-    let mut actor = Actor { member: None, args: HashMap::new(), grip: Vec::new() };
+    let mut actor =
+        Actor { member: None, args: HashMap::new(), grip: Vec::new(), crowd: Vec::new() };
     say("ready");
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
@@ -54,6 +55,7 @@ struct Actor {
     member: Option<Member>,
     args: HashMap<String, String>,
     grip: Vec<Segments>,
+    crowd: Vec<std::os::fd::OwnedFd>,
 }
 
 impl Actor {
@@ -111,6 +113,12 @@ impl Actor {
             "cycle" => self.cycle(),
             "switches" => say(&format!("switches {}", steward_switches())),
             "resources" => say(&format!("resources {:?}", Resources::now())),
+            "exec" => {
+                use std::os::unix::process::CommandExt;
+                let error = std::process::Command::new("sleep").arg("600").exec();
+                panic!("{error}");
+            }
+            "crowd" => self.crowd(),
             "nofile" => {
                 let open = Resources::now().fds;
                 let limit = open + self.number::<usize>("spare");
@@ -229,6 +237,39 @@ impl Actor {
         }
         let (before, after) = (before.unwrap(), Resources::now());
         say(&format!("cycled failures={failures} {before:?} {after:?} same={}", before == after));
+    }
+
+    /// Connects to a seat again and again and says nothing: `count` times, or until the queue is full.
+    fn crowd(&mut self) {
+        use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+        use std::os::unix::fs::MetadataExt;
+        let meta = std::fs::metadata(&self.args["dir"]).unwrap();
+        let seat: u16 = self.number("seat");
+        let name = format!("ucm-{:x}-{:x}-{seat}", meta.dev(), meta.ino());
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap();
+        let most = self.number_or("count", usize::MAX);
+        let mut done = 0;
+        while done < most {
+            let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+            let kind = SocketType::SEQPACKET;
+            let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None).unwrap();
+            match rustix::net::connect(&socket, &address) {
+                Ok(()) => done += 1,
+                Err(error) => {
+                    assert_eq!(error, rustix::io::Errno::AGAIN);
+                    break;
+                }
+            }
+            if self.args.contains_key("stay") {
+                self.crowd.push(socket);
+            }
+        }
+        // The member keeps 64 of them: when it has hung up on the others, it has taken all.
+        if let Some(given_up) = done.checked_sub(65).and_then(|index| self.crowd.get(index)) {
+            rustix::io::ioctl_fionbio(given_up, false).unwrap();
+            assert_eq!(rustix::io::read(given_up, &mut [0; 1]), Ok(0));
+        }
+        say(&format!("crowded {done}"));
     }
 
     /// Creates segments; answers with what was reached or refused.
@@ -375,8 +416,12 @@ impl StewardHooks for Hooks {
         assert!(!self.panic_on_death || self.fired.swap(true, Ordering::SeqCst), "hook gives up");
     }
 
-    fn on_failed_join(&self) {
+    fn on_failed_join(&self, _occupied: &[u16]) {
         say("event failed");
+    }
+
+    fn on_vanished(&self, seat: u16, stay: Token) {
+        say(&format!("event vanished {seat} {stay}"));
     }
 
     fn on_leave(&self, seat: u16, stay: Token) {

@@ -246,3 +246,80 @@ fn a07_memory_is_gone_with_the_last_process_even_if_nobody_else_ever_mapped_it()
     });
     assert_eq!(leftovers.unwrap_or(0), 0);
 }
+
+/// A member has become another program: its sockets and its seat are given up, its pidfd is silent. So
+/// looks a killed process, too, whose descriptors are closed while its last ones (of a device, of a ring)
+/// still work: the kernel closes the cache's first.
+/// Regression: nobody heard of it, and a joiner took the seat and cleared up after it.
+/// Mutants: the joiner looks only at sockets and seats; it is not passed the process; nobody looks after
+/// a member that hung up; a joiner of somebody else does not.
+#[test]
+fn d1_a_member_that_gave_up_its_seat_keeps_it_until_its_process_is_over() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start(), Proc::start()];
+    let [host, other, joiner, last] = &mut procs;
+    host.enter(&instance.dir());
+    let stay = other.enter(&instance.dir()).stay;
+    host.expect("event joined 1");
+    other.tell("exec");
+    assert_eq!(host.expect("event vanished 1"), stay);
+    assert_eq!(joiner.enter(&instance.dir()).seat, 2);
+    assert_eq!(joiner.expect("event vanished 1"), stay);
+    assert_eq!(joiner.ask("peers", "peers"), "0,1");
+    let question = format!("liveness seat=1 stay={stay}");
+    assert_eq!(joiner.ask(&question, "liveness"), "Alive");
+    // The joiner needs nobody to hear of the end.
+    host.leave();
+    joiner.expect("event left 0");
+    assert_eq!(last.enter(&instance.dir()).seat, 0);
+    other.kill_now();
+    assert_eq!(joiner.expect("event died 1"), stay);
+    assert_eq!(last.expect("event died 1"), stay);
+    assert_eq!(joiner.ask(&question, "liveness"), "Dead");
+}
+
+/// The same while the host does not know that the member hung up: it has not been looked at yet.
+/// Mutant: the joiner does not wait until the member that answers has seen it.
+#[test]
+fn d1_a_joiner_that_comes_at_that_very_moment_waits() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start()];
+    let [host, other, joiner] = &mut procs;
+    host.enter(&instance.dir());
+    let stay = other.enter(&instance.dir()).stay;
+    host.expect("event joined 1");
+    host.signal(libc::SIGSTOP);
+    other.tell("exec");
+    // Its descriptors are closed when it is another program.
+    while std::fs::read_to_string(format!("/proc/{}/comm", other.pid())).unwrap() != "sleep\n" {}
+    joiner.begin_enter(&instance.dir(), "");
+    host.signal(libc::SIGCONT);
+    assert_eq!(joiner.entered().seat, 2);
+    assert_eq!(joiner.ask("peers", "peers"), "0,1");
+    other.kill_now();
+    assert_eq!(joiner.expect("event died 1"), stay);
+}
+
+/// Another process knocks and knocks. A death is heard between any two handfuls of newcomers.
+/// Regression: it was heard when nobody knocked any more.
+/// Mutants: all newcomers are taken in one go; newcomers come before deaths.
+#[cfg(feature = "failpoints")]
+#[test]
+fn d2_a_death_is_heard_while_others_knock() {
+    let instance = Instance::new();
+    let mut host = Proc::start_armed("answer.accept.before:4:stop,answer.accept.before:70:stop");
+    host.enter(&instance.dir());
+    // The first and the second knock end with a look that finds nobody.
+    let mut victim = Proc::start();
+    let stay = victim.enter(&instance.dir()).stay;
+    host.expect("event joined 1");
+    let mut crowd = Proc::start();
+    crowd.tell(&format!("crowd dir={} seat=0 count=2000", instance.dir().display()));
+    host.until_stopped();
+    crowd.expect("crowded");
+    victim.kill_now();
+    victim.until_over();
+    host.signal(libc::SIGCONT);
+    assert_eq!(host.expect("event died 1"), stay);
+    host.until_stopped();
+}

@@ -110,9 +110,6 @@ fn a18_too_few_descriptors_is_a_typed_error_that_can_be_retried_and_leaks_nothin
     let shape = "slots=3 segment=4096";
     member.enter_with(&instance.dir(), shape);
     let mut joiner = Proc::start();
-    // Warm up: what a first entry installs for the life of the process.
-    joiner.enter_with(&instance.dir(), shape);
-    joiner.leave();
     let open = joiner.ask("resources", "resources");
     let mut refusals = 0;
     for spare in 0.. {
@@ -139,10 +136,10 @@ fn a18_a_thousand_failed_attempts_leak_nothing_on_either_side() {
     let mut member = Proc::start();
     let shape = "slots=3 segment=4096";
     member.enter_with(&instance.dir(), shape);
-    let before = member.ask("resources", "resources");
     let mut joiner = Proc::start();
     joiner.enter_with(&instance.dir(), shape);
     joiner.leave();
+    let before = member.ask("resources", "resources");
     // Directory, socket and pidfd fit, and one or two of the three segments.
     joiner.ask("nofile spare=5", "nofile");
     let text =
@@ -258,19 +255,122 @@ fn socket_files_work_below_a_path_too_long_for_a_socket_address() {
 }
 
 /// Somebody cleans up temporary files. Regression: the next joiner took the seat of a living member
-/// without a name for free, and cleared up after it.
-/// Mutants: the seat's lock is not asked for; not taken.
+/// without a name for free, and cleared up after it; and they never knew each other.
+/// Mutants: the seat's lock is not asked for; not taken; nobody tells the member; it does not put its name
+/// back; the joiner sits down all the same.
 #[test]
-fn a04_a_member_whose_socket_file_is_gone_keeps_its_seat() {
+fn a04_a_member_whose_socket_file_is_gone_keeps_its_seat_and_puts_it_back() {
     let instance = Instance::new();
     let mut procs = [Proc::start(), Proc::start(), Proc::start(), Proc::start()];
     let [nameless, asked, newcomer, last] = &mut procs;
     let enter = |proc: &mut Proc| proc.enter_with(&instance.dir(), "sockets=files").seat;
     assert_eq!([enter(nameless), enter(asked)], [0, 1]);
-    std::fs::remove_file(instance.dir().join("seat-0.sock")).unwrap();
+    let file = instance.dir().join("seat-0.sock");
+    std::fs::remove_file(&file).unwrap();
+    // While it is stopped, it cannot.
+    nameless.signal(libc::SIGSTOP);
+    let text = newcomer.refused(&instance.dir(), "sockets=files deadline=300");
+    assert!(text.contains("kind=Deadline") && text.contains("seat 0"), "{text}");
+    nameless.signal(libc::SIGCONT);
     assert_eq!(enter(newcomer), 2, "seat 0 is taken");
-    // Once its process is over, the seat is free.
+    assert!(file.exists());
+    nameless.expect("event joined 2");
+    assert_eq!(nameless.ask("peers", "peers"), "1,2");
+    assert_eq!(newcomer.ask("peers", "peers"), "0,1");
+    // They need nobody else to hear of each other's end. Then the seat is free.
+    asked.leave();
+    newcomer.expect("event left 1");
     nameless.kill_now();
-    assert!(asked.expect("event died").starts_with("0 "));
+    assert!(newcomer.expect("event died").starts_with("0 "));
     assert_eq!(enter(last), 0);
+}
+
+/// Regression: the joiner sat down through another member, and the two never knew each other.
+/// Mutants: a refusal by one of several is ignored; it is not tried again.
+#[test]
+fn a18_a_member_out_of_descriptors_and_a_joiner_know_each_other_before_it_sits() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start()];
+    let [full, other, joiner] = &mut procs;
+    full.enter(&instance.dir());
+    other.enter(&instance.dir());
+    full.expect("event joined 1");
+    full.ask("nofile spare=0", "nofile");
+    let text = joiner.refused(&instance.dir(), "deadline=2000");
+    assert!(text.contains("kind=DescriptorLimit"), "{text}");
+    assert!(text.contains(&full.pid().to_string()), "{text}");
+    joiner.begin_enter(&instance.dir(), "");
+    let refused = |text: String| !text.contains("refused_descriptors: 0");
+    assert!(refused(full.ask("stats", "stats")));
+    full.ask("nofile spare=200", "nofile");
+    let seat = joiner.entered().seat;
+    assert_eq!(full.expect(&format!("event joined {seat}")).len(), 32);
+    other.leave();
+    joiner.expect("event left 1");
+    assert_eq!(joiner.ask("peers", "peers"), "0");
+    full.kill_now();
+    joiner.expect("event died 0");
+}
+
+/// The member was stopped while the joiner sat down, and has no descriptor for it when it goes on.
+/// Mutant: a member that refuses later is not greeted again.
+#[test]
+fn a18_a_member_that_goes_on_without_descriptors_hears_of_the_joiner_in_the_end() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start()];
+    let [full, other, joiner] = &mut procs;
+    full.enter(&instance.dir());
+    other.enter(&instance.dir());
+    full.expect("event joined 1");
+    full.ask("nofile spare=0", "nofile");
+    full.signal(libc::SIGSTOP);
+    let joined = joiner.enter(&instance.dir());
+    full.signal(libc::SIGCONT);
+    while full.ask("stats", "stats").contains("refused_descriptors: 0") {}
+    full.ask("nofile spare=200", "nofile");
+    assert_eq!(full.expect("event joined 2"), joined.stay);
+    other.leave();
+    full.expect("event left 1");
+    procs[2].kill_now();
+    assert_eq!(procs[0].expect("event died 2"), joined.stay);
+}
+
+/// Regression: the joiner sat down, and the stopped member never heard of it.
+/// Mutant: a full queue is no reason to wait.
+#[test]
+fn w6_a_joiner_waits_for_a_stopped_member_whose_queue_is_full() {
+    let instance = Instance::new();
+    let mut procs = [Proc::start(), Proc::start(), Proc::start(), Proc::start()];
+    let [stopped, other, joiner, crowd] = &mut procs;
+    stopped.enter(&instance.dir());
+    other.enter(&instance.dir());
+    stopped.signal(libc::SIGSTOP);
+    let many = crowd.ask(&format!("crowd dir={} seat=0", instance.dir().display()), "crowded");
+    assert!(many.parse::<u32>().unwrap() > 100, "{many}");
+    let text = joiner.refused(&instance.dir(), "deadline=300");
+    assert!(text.contains("kind=Deadline") && text.contains("seat 0"), "{text}");
+    joiner.begin_enter(&instance.dir(), "");
+    stopped.signal(libc::SIGCONT);
+    let joined = joiner.entered();
+    assert_eq!(stopped.expect("event joined 2"), joined.stay);
+    assert_eq!(stopped.ask("peers", "peers"), "1,2");
+}
+
+/// Others of the same user knock and say nothing while a joiner has its offer and is slow.
+/// Regression: it had to give way, and the member never heard of it.
+/// Mutant: the oldest connection gives way, whoever it is.
+#[cfg(feature = "failpoints")]
+#[test]
+fn a05_a_joiner_that_has_been_welcomed_gives_way_to_nobody() {
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    member.enter(&instance.dir());
+    let mut joiner = Proc::start_armed("enter.meet.after:1:stop");
+    joiner.begin_enter(&instance.dir(), "");
+    joiner.until_stopped();
+    let mut crowd = Proc::start();
+    let order = format!("crowd dir={} seat=0 count=100 stay=1", instance.dir().display());
+    assert_eq!(crowd.ask(&order, "crowded"), "100");
+    joiner.signal(libc::SIGCONT);
+    assert_eq!(member.expect("event joined 1"), joiner.entered().stay);
 }

@@ -31,6 +31,14 @@ impl Proc {
         })
     }
 
+    /// One that stops or dies at these failpoints.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn start_armed(points: &str) -> Self {
+        Self::start_with(&std::env::current_exe().unwrap(), |command| {
+            command.env(ucm_failpoint::VARIABLE, points);
+        })
+    }
+
     fn start_with(exe: &Path, set_up: impl FnOnce(&mut Command)) -> Self {
         let mut command = Command::new(exe);
         command
@@ -154,6 +162,30 @@ impl Proc {
     pub(crate) fn signal(&self, signal: i32) {
         // SAFETY: plain system call on our own child, which has not been waited for.
         assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+    }
+
+    /// Waits until the process is over; it is not reaped.
+    pub(crate) fn until_over(&self) {
+        // SAFETY: all zero bytes are a valid siginfo_t.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        let (id, flags) = (self.child.id(), libc::WEXITED | libc::WNOWAIT);
+        // SAFETY: waits for our own child; `info` is alive.
+        assert_eq!(unsafe { libc::waitid(libc::P_PID, id, &raw mut info, flags) }, 0);
+    }
+
+    /// Waits until the process has stopped itself.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn until_stopped(&self) {
+        let until = Instant::now() + WATCHDOG;
+        loop {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid())).unwrap();
+            let state = stat.rsplit(')').next().unwrap().trim_start().chars().next();
+            if state == Some('T') {
+                return;
+            }
+            assert!(Instant::now() < until, "process {} goes on: {state:?}", self.pid());
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Ends the process with SIGKILL and waits for the end.

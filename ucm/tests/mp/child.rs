@@ -87,6 +87,11 @@ impl Actor {
                     json!({ "error": error.to_string(), "error_kind": format!("{:?}", error.kind()) }),
                 ),
             },
+            "exec" => {
+                use std::os::unix::process::CommandExt as _;
+                let error = std::process::Command::new("sleep").arg("600").exec();
+                panic!("{error}");
+            }
             "leave" => {
                 self.rank = None;
                 self.scheduler = None;

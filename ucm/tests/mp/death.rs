@@ -213,3 +213,38 @@ fn w6_a_stopped_rank_is_evicted_by_an_operator() {
     let left = ["members", "draining", "pinned", "filling"].map(|name| counts[name].clone());
     assert_eq!(left, [json!(1), json!(0), json!(0), json!(0)]);
 }
+
+/// A rank becomes another program in mid-fill: it has given up its sockets and its seat, and nothing says
+/// that its process is over. A killed rank looks the same while a device still writes for it.
+/// It is expelled; what it filled stays in quarantine until its process is over, whoever joins.
+/// Regression: nobody heard of it, waiters hung, and the next joiner handed its slots on.
+/// Mutants: the joiner repairs what has no socket and no seat; the member that vanished is not expelled.
+#[test]
+fn d1_a_rank_that_gave_up_its_seat_is_expelled_and_its_slots_wait_for_its_end() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..3).map(|_| Proc::start()).collect();
+    procs[0].join(&instance.rank(0, 3, 4));
+    procs[1].join(&instance.rank(1, 3, 4));
+    procs[1].load(1, &[9]);
+    assert_eq!(procs[1].started(), 9);
+    procs[0].load(1, &[9]);
+    procs[1].tell(&json!({"do": "exec"}));
+    // The waiter becomes the owner by itself.
+    assert_eq!(procs[0].started(), 9);
+    procs[2].join(&instance.rank(1, 3, 4));
+    procs[0].release(9);
+    procs[0].loaded(1);
+    let counts = |proc: &mut Proc| {
+        let seen = proc.ask(&json!({"do": "inspect"}));
+        let left = ["members", "draining", "pinned", "filling", "deaths"];
+        (left.map(|name| seen[name].as_u64().unwrap()), seen["problems"].clone())
+    };
+    let (left, problems) = counts(&mut procs[2]);
+    assert_eq!((left[..2].to_vec(), left[4], problems), (vec![3, 1], 0, json!([])));
+    procs[2].load(1, &[9]);
+    procs[2].loaded(1);
+    procs.remove(1).kill();
+    while counts(&mut procs[1]) != ([2, 0, 0, 0, 1], json!([])) {
+        std::thread::yield_now();
+    }
+}

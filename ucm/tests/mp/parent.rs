@@ -157,6 +157,31 @@ impl Proc {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
+    /// Waits until the process has become another program.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn until_closed(&self) {
+        let deadline = Instant::now() + WATCHDOG;
+        while !self.shared_memory().is_empty() {
+            assert!(Instant::now() < deadline, "the process keeps the cache's memory");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits until the process has stopped itself.
+    #[cfg(feature = "failpoints")]
+    pub(crate) fn until_stopped(&self, why: &str) {
+        let deadline = Instant::now() + WATCHDOG;
+        loop {
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
+            let state = stat.rsplit(')').next().unwrap().trim_start().chars().next();
+            if state == Some('T') {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{why}: the process goes on: {state:?}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
     /// Waits for the end of the process; panics if it was not killed.
     #[cfg(feature = "failpoints")]
     pub(crate) fn until_killed(mut self, why: &str) {
