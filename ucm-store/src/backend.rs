@@ -44,6 +44,21 @@ impl BackendCapabilities {
 /// Completion-based: `load` and `dump` return at once, each [`Op`] ends through its sink, in any
 /// order, on any thread (also inside the call). An object is (block id, shard index); its exact
 /// length is the length of the operation's memory: shorter or longer objects are `Corrupt`.
+///
+/// # What may write into an operation's memory
+/// The memory may be a slot that other processes share. When this process dies, they take the slot as soon
+/// as its pidfd says so: nothing that was started here may write into it any more. Calls that a thread of
+/// this process waits in are ended by then (`read`, `pread`; with `O_DIRECT` on local file systems). **Not**
+/// ended are
+///
+/// * requests of an io_uring: the kernel takes the ring down later, in a worker of its own;
+/// * direct reads over NFS whose thread was killed;
+/// * whatever a ring or device does whose descriptor a forked child has inherited.
+///
+/// A backend that uses these reads into private memory and copies ([`IoMemory::write`](crate::IoMemory::write)),
+/// or makes sure that others see proof of the end before they take the slot: a file with an OFD lock that is
+/// registered with the ring and closed otherwise loses its lock when the ring is gone. Nobody asks for such
+/// a lock yet: copy. Descriptors of rings and devices must not reach forked children.
 pub trait Backend: Send + Sync + fmt::Debug {
     /// What this backend can do.
     fn capabilities(&self) -> BackendCapabilities;
