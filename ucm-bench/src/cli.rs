@@ -18,7 +18,7 @@ use crate::{
     compare, crash, ctrl, directory,
     document::Document,
     error::{BenchError, exit_code},
-    load, net, report, staging, suite, trace,
+    load, net, ranges, report, staging, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -70,6 +70,8 @@ enum Command {
     Staging(staging::Args),
     /// Reads from another process, by an engine and by the barest way there is
     Net(net::Args),
+    /// Ranks restore cold requests from another peer, layer by layer
+    Ranges(ranges::Args),
     /// Who has what: routes, announcements, and a peer that goes
     Directory(directory::Args),
     /// Request traces against cache policies
@@ -128,6 +130,7 @@ fn document(workload: &Command, common: &Common) -> Result<Document, BenchError>
         Command::Load(args) => load::run(args, common),
         Command::Net(args) => net::run(args, common),
         Command::Directory(args) => directory::run(args, common),
+        Command::Ranges(args) => ranges::run(args, common),
         Command::Staging(args) => staging::run(args, common),
         Command::Trace(args) => trace::run(args, common),
         _ => Err(BenchError::Usage("this subcommand measures nothing".to_owned())),
@@ -165,6 +168,7 @@ fn rank(workload: &str) -> Result<(), BenchError> {
         "ctrl" => ctrl::run_rank(),
         "load" => load::run_rank(),
         "net" => net::run_rank(),
+        "ranges" => ranges::run_rank(),
         "trace" => trace::run_rank(),
         other => Err(BenchError::Usage(format!("there is no measurement {other:?}"))),
     }

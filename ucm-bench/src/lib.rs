@@ -27,6 +27,7 @@ mod load;
 mod net;
 mod plot;
 mod progress;
+mod ranges;
 mod ranks;
 mod report;
 mod rng;

@@ -68,6 +68,11 @@ impl Bell {
         self.lock().stopped
     }
 
+    /// News that are there already.
+    pub(super) fn look(&self) -> Option<(usize, Told)> {
+        self.lock().told.pop_front()
+    }
+
     /// The next news; `None` at the deadline, or when it was stopped.
     pub(super) fn wait(&self, deadline: Instant) -> Option<(usize, Told)> {
         let mut state = self.lock();

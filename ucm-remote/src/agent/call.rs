@@ -179,6 +179,15 @@ impl Call {
         }
     }
 
+    /// The next thing to be told, if there is one without waiting. May overlook some.
+    pub(crate) fn next_at_hand(&mut self) -> Option<Event> {
+        while self.out.is_empty() {
+            let (index, told) = self.bell.look()?;
+            self.hear(index, told);
+        }
+        self.out.pop_front()
+    }
+
     /// What makes no sense is refused before anything is done for it.
     fn check(&mut self, index: usize) {
         let Some(key) = self.keys.get(index) else { return };

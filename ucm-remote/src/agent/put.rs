@@ -234,14 +234,23 @@ impl Inner {
             self.routes.forget(key);
         }
         let located = self.routes.locate(keys, deadline);
+        // Told of at once: the owners do so when they come to it.
+        let mut gone: Vec<(ObjectKey, Record)> = Vec::new();
         let outcomes = keys.iter().zip(located).map(|(key, located)| {
             let mut outcome = self.with(|table| table.remove(key));
             let Ok(records) = located else { return RemoveOutcome::PeerDown };
-            for record in records.iter().filter(|record| record.peer != self.options.me) {
+            for record in records {
+                if record.peer == self.options.me {
+                    gone.push((*key, record));
+                    continue;
+                }
                 let removed = self
-                    .link(record, deadline)
+                    .link(&record, deadline)
                     .and_then(|link| link.remove(&[*key], deadline))
                     .map(|mut all| all.pop());
+                if matches!(removed, Ok(_) | Err(LinkError::Restarted)) {
+                    gone.push((*key, record));
+                }
                 outcome = match (removed, outcome) {
                     (Ok(Some(RemoveOutcome::Removed)), RemoveOutcome::Miss) => {
                         RemoveOutcome::Removed
@@ -256,6 +265,11 @@ impl Inner {
             outcome
         });
         let outcomes = outcomes.collect();
+        if !gone.is_empty()
+            && let Err(error) = self.routes.directory().withdraw(&gone, deadline)
+        {
+            tracing::debug!(%error, "the directory still tells of removed objects");
+        }
         self.announcer.ring();
         outcomes
     }

@@ -64,7 +64,15 @@ struct Connection {
 struct Line {
     socket: Socket,
     /// Whoever sends, sends alone.
-    sending: Mutex<()>,
+    sending: Mutex<Sending>,
+}
+
+#[derive(Debug, Default)]
+struct Sending {
+    /// Pins to be given back before the rank waits for anything.
+    done: Vec<u64>,
+    /// Somebody takes in what the agent said, and gives pins back together before waiting.
+    busy: bool,
 }
 
 impl Rank {
@@ -149,6 +157,35 @@ impl Line {
         let _alone = lock(&self.sending);
         self.socket.send(frame, Some(deadline))
     }
+
+    /// Gives a pin back: at once, or with others when somebody is about to do so anyway.
+    fn done(&self, pin: u64) {
+        let mut sending = lock(&self.sending);
+        sending.done.push(pin);
+        if !sending.busy {
+            self.give_back(&mut sending);
+        }
+    }
+
+    /// Until this is called with `false` again, pins are gathered.
+    fn gather(&self, busy: bool) {
+        let mut sending = lock(&self.sending);
+        sending.busy = busy;
+        if !busy {
+            self.give_back(&mut sending);
+        }
+    }
+
+    fn give_back(&self, sending: &mut Sending) {
+        if sending.done.is_empty() {
+            return;
+        }
+        let mut done = frame(wire::DONE);
+        sending.done.drain(..).for_each(|pin| done.extend_from_slice(&pin.to_le_bytes()));
+        // An agent that is gone holds nothing; one that does not read for so long hears of it when the
+        // connection is closed.
+        let _ = self.socket.send(done, Some(Instant::now() + HELLO));
+    }
 }
 
 fn open(path: &Path) -> Result<Socket, Broken> {
@@ -166,7 +203,7 @@ fn greet(socket: &Socket, memory: bool, deadline: Instant) -> Result<Welcome, Br
     }
 }
 
-/// A delivered piece: given back by dropping it, which is short: the agent always reads.
+/// A delivered piece: given back by dropping it, from any thread. That is short: the agent always reads.
 struct Held {
     line: Arc<Line>,
     pin: u64,
@@ -174,11 +211,7 @@ struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let mut done = frame(wire::DONE);
-        done.extend_from_slice(&self.pin.to_le_bytes());
-        // An agent that is gone holds nothing; one that does not read for so long hears of it when the
-        // connection is closed.
-        let _ = self.line.send(done, Instant::now() + HELLO);
+        self.line.done(self.pin);
     }
 }
 
@@ -204,10 +237,7 @@ impl Events for Get {
                     // What the agent did not mention.
                     self.broken = Some(GetOutcome::PeerDown);
                 }
-                Err(broken) => {
-                    self.connection = None;
-                    self.broken = Some(of_get(broken));
-                }
+                Err(broken) => self.fail(broken),
             }
         }
         let index = self.open.iter().position(|open| *open)?;
@@ -216,7 +246,23 @@ impl Events for Get {
     }
 }
 
+impl Drop for Get {
+    fn drop(&mut self) {
+        // Nobody gives pins back together any more. An exchange that did not end leaves no connection.
+        if let Some(connection) = self.connection.take() {
+            connection.line.gather(false);
+        }
+    }
+}
+
 impl Get {
+    fn fail(&mut self, broken: Broken) {
+        if let Some(connection) = self.connection.take() {
+            connection.line.gather(false);
+        }
+        self.broken = Some(of_get(broken));
+    }
+
     fn close(&mut self, index: usize) {
         if let Some(open) = self.open.get_mut(index) {
             *open = false;
@@ -226,7 +272,10 @@ impl Get {
     fn hear(&mut self) -> Result<Option<Happened>, Broken> {
         let Some(connection) = &mut self.connection else { return Err(Broken::Closed) };
         let limit = self.deadline + GRACE;
+        // Pins are given back before anything is waited for: the agent may need them to go on.
+        connection.line.gather(connection.reader.has_one());
         let (kind, body) = connection.reader.next(&connection.line.socket, Some(limit))?;
+        connection.line.gather(kind != wire::OVER);
         match kind {
             wire::OVER => Ok(None),
             wire::ENDED => {

@@ -23,7 +23,7 @@ use std::{
 };
 
 use super::{
-    socket::{Broken, Reader, Socket, frame},
+    socket::{Broken, Reader, Socket, frame, seal},
     wire,
 };
 use crate::{
@@ -34,6 +34,8 @@ use crate::{
 
 /// How long a rank may take to say hello.
 const HELLO: Duration = Duration::from_secs(10);
+/// Bytes of messages that are sent together.
+const TOGETHER: usize = 16 << 10;
 
 /// Serves ranks at a socket in the file system. Dropping it ends all calls; the file goes with it.
 pub(crate) struct RankServer {
@@ -207,10 +209,11 @@ fn listen(
             Err(broken) => return broken,
         };
         if kind == wire::DONE {
-            match Fields(&body).u64() {
-                Ok(pin) => pins.remove(pin),
-                Err(_) => return Broken::Malformed,
+            let (numbers, rest) = body.as_chunks();
+            if !rest.is_empty() {
+                return Broken::Malformed;
             }
+            numbers.iter().for_each(|pin| pins.remove(u64::from_le_bytes(*pin)));
             continue;
         }
         match Order::parse(kind, &body, &mut keys) {
@@ -396,18 +399,28 @@ impl Worker {
         let mut call = Call::new(&self.inner, wants, deadline);
         self.pins.begin_call(call.stop());
         while let Some(event) = call.next() {
-            let out = match event {
-                Event::Ended(index, outcome) => wire::ended(index, outcome),
-                Event::Ready(delivery) => {
-                    let head = (delivery.index, delivery.outcome, delivery.last);
-                    // Before the rank hears of it, so that its end cannot come first.
-                    let pin = self.pins.add(delivery.pin);
-                    wire::Ready::encode(head, pin, &delivery.pages, &delivery.parts)
-                }
-            };
-            self.socket.send(out, None)?;
+            // What is ready together goes together.
+            let mut out = self.tell(event)?;
+            while out.len() < TOGETHER
+                && let Some(event) = call.next_at_hand()
+            {
+                out.extend(self.tell(event)?);
+            }
+            self.socket.send_sealed(&out, None)?;
         }
         self.socket.send(frame(wire::OVER), None)
+    }
+
+    fn tell(&self, event: Event) -> Result<Vec<u8>, Broken> {
+        seal(match event {
+            Event::Ended(index, outcome) => wire::ended(index, outcome),
+            Event::Ready(delivery) => {
+                let head = (delivery.index, delivery.outcome, delivery.last);
+                // Before the rank hears of it, so that its end cannot come first.
+                let pin = self.pins.add(delivery.pin);
+                wire::Ready::encode(head, pin, &delivery.pages, &delivery.parts)
+            }
+        })
     }
 }
 

@@ -55,6 +55,19 @@ pub(super) fn frame(kind: u8) -> Vec<u8> {
     vec![0, 0, 0, 0, kind]
 }
 
+/// Completes a frame that began with [`frame`].
+pub(super) fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, Broken> {
+    let len = frame.len().saturating_sub(4);
+    if len > MAX_FRAME {
+        return Err(Broken::Malformed);
+    }
+    let len = u32::try_from(len).map_err(|_| Broken::Malformed)?;
+    if let Some(place) = frame.first_chunk_mut() {
+        *place = len.to_le_bytes();
+    }
+    Ok(frame)
+}
+
 impl Socket {
     pub(super) fn new(fd: OwnedFd) -> Self {
         Self(fd.into())
@@ -69,18 +82,18 @@ impl Socket {
         let _ = rustix::net::shutdown(&self.0, Shutdown::Both);
     }
 
-    /// Sends a frame that began with [`frame`]; waits while the other end reads nothing. After an error
-    /// the connection is of no use.
-    pub(super) fn send(&self, mut frame: Vec<u8>, deadline: Option<Instant>) -> Result<(), Broken> {
-        let len = frame.len().saturating_sub(4);
-        if len > MAX_FRAME {
-            return Err(Broken::Malformed);
-        }
-        let len = u32::try_from(len).map_err(|_| Broken::Malformed)?;
-        if let Some(place) = frame.first_chunk_mut() {
-            *place = len.to_le_bytes();
-        }
-        let mut rest = frame.as_slice();
+    /// Sends a frame that began with [`frame`]. After an error the connection is of no use.
+    pub(super) fn send(&self, frame: Vec<u8>, deadline: Option<Instant>) -> Result<(), Broken> {
+        self.send_sealed(&seal(frame)?, deadline)
+    }
+
+    /// Sends [sealed](seal) frames; waits while the other end reads nothing.
+    pub(super) fn send_sealed(
+        &self,
+        frames: &[u8],
+        deadline: Option<Instant>,
+    ) -> Result<(), Broken> {
+        let mut rest = frames;
         while !rest.is_empty() {
             let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
             match rustix::net::send(&self.0, rest, flags) {
@@ -189,6 +202,14 @@ impl Reader {
                 Err(error) => return Err(Broken::Os(error)),
             }
         }
+    }
+
+    /// Whether a whole frame has been received already.
+    pub(super) fn has_one(&self) -> bool {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        rest.split_first_chunk().is_some_and(|(head, rest): (&[u8; 4], _)| {
+            length(*head).is_ok_and(|len| rest.len() >= len)
+        })
     }
 
     /// As [`next`](Self::next), reading not one byte more than the frame.

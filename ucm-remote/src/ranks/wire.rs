@@ -6,7 +6,7 @@
 //! | 2 welcome | agent | magic (8), 1 and its boot token if it serves others, else 17 zeros (17), segments (4), per medium and arena: length (4) and geometry; then the descriptors |
 //! | 3 get | rank | ns left (8), 0 (1), keys (4), per key: key (48), length (8); then *ranges* |
 //! | 4 get again | rank | ns left (8), *ranges* of the keys of the last get on this connection |
-//! | 5 done | rank | pin (8) |
+//! | 5 done | rank | pins (8 each) |
 //! | 6 put | rank | ns left (8), key (48), length (8) |
 //! | 7 commit | rank | ns left (8) |
 //! | 8 give up | rank | – |

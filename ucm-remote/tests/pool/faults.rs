@@ -132,6 +132,33 @@ fn f3_a_peer_that_restarted_is_not_believed_to_be_the_same() {
     });
 }
 
+/// A directory that still tells of a run whose address another run has now: that one is not asked, even if
+/// its generations happen to be the same.
+#[test]
+fn f3_another_run_at_the_address_is_not_asked() {
+    let directory = directory();
+    let owner = Setup::new("owner", 16).start(&directory);
+    let reader = Setup::new("reader", 16).start(&directory);
+    owner.publish(&directory, 1, 0, 8192);
+    let (generation, len) = owner.agent.medium().medium().find(&key(1)).unwrap();
+    let (ghost, boot) = (PeerId::new("ghost"), Token([9; 16]));
+    let address = owner.agent.address().unwrap().to_string();
+    directory.register(&Member::new(ghost.clone(), boot, address), soon()).unwrap();
+    directory
+        .withdraw(
+            &[(
+                key(1),
+                Record::new(PeerId::new("owner"), owner.agent.boot().unwrap(), generation, len),
+            )],
+            soon(),
+        )
+        .unwrap();
+    directory.announce(&[(key(1), Record::new(ghost, boot, generation, len))], soon()).unwrap();
+    assert_eq!(reader.get(1, 0, 8192, &[range(0, 8192)]), GetOutcome::Stale);
+    assert_eq!(owner.agent.stats().medium.leases, 0);
+    idle(&reader);
+}
+
 /// F4 over tcp: the owner evicts and writes anew while it sends.
 #[test]
 fn f4_what_is_sent_is_not_overwritten() {
