@@ -55,8 +55,7 @@ enum Place {
 fn place(point: &str) -> Place {
     match point {
         "reap.lock.after" => Place::Reap("link.lock.after"),
-        "reap.take.after" => Place::Reap("insert.key.after"),
-        "reap.slot.after" => Place::Reap("evict.claim.after"),
+        "reap.take.after" | "reap.slot.after" => Place::Reap("insert.key.after"),
         "lock.sleep.before" | "lock.break.after" => Place::DeadLock,
         "unlock.wake.before" => Place::Sleepers,
         "full.set.after" => Place::Full,

@@ -9,7 +9,9 @@ use std::{
 };
 
 use rustix::process::{Pid, Signal, WaitOptions, waitpid};
-use ucm_ctrl::{Acquired, Control, Geometry, Key, Member, MemberId, MemberState, Pool, Statistics};
+use ucm_ctrl::{
+    Acquired, Control, Geometry, Key, Member, MemberId, MemberState, Pool, Statistics, Waiter,
+};
 
 use super::CROWDED;
 use crate::{
@@ -66,6 +68,19 @@ impl Busy {
                 Some((_, status)) => return assert!(status.stopped(), "{what}: {status:?}"),
                 None => assert!(begun.elapsed() < WATCHDOG, "{what} was never reached"),
             }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Threads that sleep until somebody tells them. Mutant: who relieves, or completes an expulsion, does not.
+struct Patient(Vec<std::thread::JoinHandle<()>>);
+
+impl Patient {
+    fn end(&self, point: &str) {
+        let begun = Instant::now();
+        while !self.0.iter().all(std::thread::JoinHandle::is_finished) {
+            assert!(begun.elapsed() < WATCHDOG, "{point}: a waiter was not told");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -313,6 +328,7 @@ impl Scene {
             busy.process.expect("paused");
         }
         let victim = self.dead_at("end.word.before", 1);
+        let patient = self.wait_for_all();
         reaper.process.tell(&format!("reap {}", victim.seat));
         reaper.until_stopped(point);
         reliever.process.tell(&format!("reap {}", victim.seat));
@@ -320,6 +336,7 @@ impl Scene {
         reliever.until_dead();
         let (seat, generation) = (MemberId(victim.index()), victim.generation());
         assert!(!self.member.reap(seat, Some(generation)).done, "{point}: it is another's");
+        patient.end(point);
         self.others_go_on(point);
         self.pause();
         let seen = self.control.inspect();
@@ -340,6 +357,7 @@ impl Scene {
         operator.seat = operator.process.hear();
         let mut stopped = self.stopped_at("end.word.before", 1);
         stopped.seat = stopped.process.hear();
+        let patient = self.wait_for_all();
         operator.process.tell(&format!("expel {}", stopped.seat));
         assert_eq!(operator.process.hear(), "", "{point} was not reached");
         operator.until_dead();
@@ -355,6 +373,7 @@ impl Scene {
             let seen = self.control.inspect().members;
             let record = seen.iter().find(|m| m.index == stopped.index()).unwrap();
             assert_eq!(record.state, MemberState::Expelled);
+            patient.end(point);
         }
         self.others_go_on(point);
         stopped.process.signal(Signal::CONT);
@@ -363,6 +382,25 @@ impl Scene {
         }
         assert!(stopped.process.end().success());
         self.check(point, &before, true);
+    }
+
+    /// Waits without a deadline for every fill there is, until it has ended.
+    fn wait_for_all(&self) -> Patient {
+        let (pool, keys) = (self.pool.clone(), self.keys.clone());
+        let waiters: Vec<_> = keys
+            .iter()
+            .filter_map(|key| match pool.acquire_resident(key).unwrap() {
+                Some(Acquired::Waiter(waiter)) => Some(waiter),
+                _ => None,
+            })
+            .collect();
+        assert!(!waiters.is_empty(), "the victim has a fill");
+        let wait = |waiter: Waiter| {
+            std::thread::spawn(move || {
+                let _ = waiter.wait(None);
+            })
+        };
+        Patient(waiters.into_iter().map(wait).collect())
     }
 
     /// Each of the others does some steps, without anybody's help.
