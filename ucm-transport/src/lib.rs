@@ -37,6 +37,8 @@ mod host;
 mod memory;
 mod plan;
 mod planner;
+#[cfg(feature = "rdma")]
+mod rdma;
 mod region_table;
 mod share;
 mod shm;
@@ -59,6 +61,11 @@ pub use host::{HostEngine, HostEngineBuilder};
 pub use memory::{Location, Memory, RegionId};
 pub use plan::{Addr, Hold, Transfer, TransferPlan};
 pub use planner::{Group, PlanLimits, Planned, RegionInfo, plan};
+#[cfg(feature = "rdma")]
+pub use rdma::{
+    RdmaAbsent, RdmaChoice, RdmaDevice, RdmaEngine, RdmaEngineBuilder, RdmaInfo, RdmaOwner,
+    RdmaOwnerBuilder, RdmaOwnerStats, RdmaPeer, RdmaStats,
+};
 pub use region_table::{Region, RegionLease, RegionTable, RegionView};
 pub use share::SharedEngine;
 pub use shm::{Access, ShmEngine, ShmEngineBuilder, Stamp, StampCheck, Stamps};

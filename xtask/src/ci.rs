@@ -6,7 +6,9 @@
 
 use crate::{
     bench, crash, demo, features, fuzz, loom,
+    rdma_vm::{self, Ran},
     shell::{Failure, Shell, fail, print, say},
+    summary::Summary,
     test, tidy,
     workspace::Workspace,
 };
@@ -25,20 +27,23 @@ pub(crate) struct Args {
     only: Vec<String>,
 }
 
-const STEPS: [&str; 12] = [
-    "fmt", "tidy", "clippy", "test", "crash", "doc", "features", "loom", "shuttle", "fuzz",
-    "examples", "bench",
+const STEPS: [&str; 13] = [
+    "fmt", "tidy", "clippy", "test", "crash", "doc", "features", "loom", "shuttle", "rdma-vm",
+    "fuzz", "examples", "bench",
 ];
 
 enum Outcome {
     Done,
-    CannotRun(&'static str),
+    /// Tests ran that `cargo xtask test` does not know of.
+    Tests(Summary),
+    CannotRun(String),
 }
 
 /// Runs the steps and reports which failed.
 pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     let mut failed = Vec::new();
     let mut skipped = 0;
+    let mut more = Summary::default();
     for step in STEPS {
         let named = args.only.iter().any(|only| only == step);
         let chosen = named || args.only.is_empty();
@@ -48,6 +53,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
         say(&format!("== {step}"));
         match run_step(step, workspace) {
             Ok(Outcome::Done) => {}
+            Ok(Outcome::Tests(counts)) => more.add(&counts),
             Ok(Outcome::CannotRun(why)) => {
                 print(&format!("SKIP step {step}: {why}"));
                 skipped += 1;
@@ -70,6 +76,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     // Failed tests are counted one by one already; other failed steps count as one failure each.
     let mut summary = test::last_summary(workspace).unwrap_or_default();
     let other = failed.iter().filter(|step| **step != "test").count();
+    summary.add(&more);
     summary.add_steps(u64::try_from(other).unwrap_or(u64::MAX), skipped);
     print(&summary.to_string());
     if good { Ok(()) } else { fail("") }
@@ -79,14 +86,18 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
     match step {
         "fmt" => {
             if Shell::cargo(&["fmt", "--version"]).quiet().is_none() {
-                return Ok(Outcome::CannotRun("install it with: rustup component add rustfmt"));
+                return Ok(Outcome::CannotRun(
+                    "install it with: rustup component add rustfmt".into(),
+                ));
             }
             Shell::cargo(&["fmt", "--all", "--check"]).run()?;
         }
         "tidy" => tidy::run(&tidy::Args::default(), workspace)?,
         "clippy" => {
             if !features::has_clippy() {
-                return Ok(Outcome::CannotRun("install it with: rustup component add clippy"));
+                return Ok(Outcome::CannotRun(
+                    "install it with: rustup component add clippy".into(),
+                ));
             }
             Shell::cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
                 .run()?;
@@ -98,10 +109,14 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
         "features" => features::run(&features::Args::default(), workspace)?,
         "loom" => loom::run(&loom::Args::default(), workspace)?,
         "shuttle" => loom::run_shuttle(&loom::ShuttleArgs::default(), workspace)?,
+        "rdma-vm" => match rdma_vm::run_counted(&rdma_vm::Args::standard(), workspace)? {
+            Ran::Tests(counts) => return Ok(Outcome::Tests(counts)),
+            Ran::CannotRun(reason) => return Ok(Outcome::CannotRun(reason)),
+        },
         "crash" => crash::run(&crash::Args::default())?,
         "fuzz" => {
             if let Some(remedy) = fuzz::what_is_missing() {
-                return Ok(Outcome::CannotRun(remedy));
+                return Ok(Outcome::CannotRun(remedy.into()));
             }
             fuzz::run(&fuzz::Args::standard(), workspace)?;
         }

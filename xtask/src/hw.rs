@@ -1,4 +1,4 @@
-//! `cargo xtask hw cuda|rocm`: tests that want a real device.
+//! `cargo xtask hw cuda|rocm|rdma`: tests that want a real device.
 //!
 //! Owns: which tests these are.
 //! **Invariant:** where there is no device, every test prints `SKIP <reason>` and is counted as
@@ -26,14 +26,17 @@ enum Device {
     Cuda,
     /// A HIP device, by the ROCm runtime
     Rocm,
+    /// An RDMA adapter, by the verbs library
+    Rdma,
 }
 
 impl Device {
-    /// The feature of ucm-transport, and the test target.
+    /// The features of ucm-transport, and the test target.
     fn names(self) -> (&'static str, &'static str) {
         match self {
             Self::Cuda => ("cuda", "hw_cuda"),
             Self::Rocm => ("rocm", "hw_rocm"),
+            Self::Rdma => ("rdma,testing", "rdma"),
         }
     }
 }

@@ -14,6 +14,7 @@ mod features;
 mod fuzz;
 mod hw;
 mod loom;
+mod rdma_vm;
 mod servers;
 mod shell;
 mod summary;
@@ -62,8 +63,10 @@ enum Command {
     Crash(crash::Args),
     /// Run the fuzz targets (needs cargo-fuzz and a nightly toolchain)
     Fuzz(fuzz::Args),
-    /// Run the tests that want a real device: cuda or rocm
+    /// Run the tests that want a real device: cuda, rocm or rdma
     Hw(hw::Args),
+    /// Run the tests of the rdma engine over real verbs, in a virtual machine
+    RdmaVm(rdma_vm::Args),
     /// Run the demo: rank processes sharing one cache
     Demo(demo::Args),
 }
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
         Command::Crash(args) => crash::run(args),
         Command::Fuzz(args) => fuzz::run(args, &workspace),
         Command::Hw(args) => hw::run(args),
+        Command::RdmaVm(args) => rdma_vm::run(args, &workspace),
         Command::Demo(args) => demo::run(args, &workspace),
     });
     match done {

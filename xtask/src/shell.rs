@@ -132,6 +132,19 @@ impl Shell {
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned())
     }
 
+    /// Runs it with its messages on the terminal; its stdout. The failure has its exit code.
+    pub(crate) fn stdout(&self) -> Result<String, Failure> {
+        say(&format!("$ {self}"));
+        let mut command = self.command();
+        command.stdin(Stdio::null()).stderr(Stdio::inherit());
+        let output = command.output().map_err(|error| self.cannot_start(&error))?;
+        if !output.status.success() {
+            let code = output.status.code().map_or(1, |code| u8::try_from(code).unwrap_or(1));
+            return Err(Failure { code, ..Failure::new(format!("failed: {self}")) });
+        }
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
     fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.args(&self.args).envs(self.env.iter().map(|(name, value)| (name, value)));

@@ -58,6 +58,11 @@ impl Summary {
         self.failed
     }
 
+    /// How many were skipped.
+    pub(crate) fn skipped(&self) -> u64 {
+        self.skipped
+    }
+
     /// One line for each reason to skip, with its count.
     pub(crate) fn reasons(&self) -> impl Iterator<Item = String> + '_ {
         self.reasons.iter().map(|(reason, count)| format!("skipped {count}: {reason}"))

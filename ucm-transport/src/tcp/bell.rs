@@ -6,15 +6,15 @@ use std::{io, os::fd::OwnedFd};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-pub(super) fn new() -> io::Result<OwnedFd> {
+pub(crate) fn new() -> io::Result<OwnedFd> {
     Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }
 
-pub(super) fn ring(bell: &OwnedFd) {
+pub(crate) fn ring(bell: &OwnedFd) {
     // A full counter is rung already.
     let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
 }
 
-pub(super) fn hush(bell: &OwnedFd) {
+pub(crate) fn hush(bell: &OwnedFd) {
     let _ = rustix::io::read(bell, &mut [0; 8]);
 }

@@ -10,7 +10,7 @@ const LONGEST_DELAY: Duration = Duration::from_secs(5);
 
 /// Counts failures in a row.
 #[derive(Debug)]
-pub(super) struct Breaker {
+pub(crate) struct Breaker {
     /// Failures in a row that open it.
     limit: u32,
     failures: u32,
@@ -25,13 +25,13 @@ struct Open {
 }
 
 impl Breaker {
-    pub(super) fn new(limit: u32) -> Self {
+    pub(crate) fn new(limit: u32) -> Self {
         Self { limit: limit.max(1), failures: 0, open: None }
     }
 
     /// Whether a connection may be tried now; the caller reports how it went. `Err` is the time
     /// left.
-    pub(super) fn admit(&mut self, now: Instant) -> Result<(), Duration> {
+    pub(crate) fn admit(&mut self, now: Instant) -> Result<(), Duration> {
         match &mut self.open {
             None => Ok(()),
             Some(open) if open.trial || now < open.until => {
@@ -45,13 +45,13 @@ impl Breaker {
     }
 
     /// The peer has answered.
-    pub(super) fn succeeded(&mut self) {
+    pub(crate) fn succeeded(&mut self) {
         self.failures = 0;
         self.open = None;
     }
 
     /// The peer could not be connected, or did not answer in time.
-    pub(super) fn failed(&mut self, now: Instant) {
+    pub(crate) fn failed(&mut self, now: Instant) {
         self.failures = self.failures.saturating_add(1);
         if self.failures < self.limit {
             return;
@@ -65,7 +65,7 @@ impl Breaker {
     }
 
     /// Whether it is open.
-    pub(super) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.open.is_some()
     }
 }

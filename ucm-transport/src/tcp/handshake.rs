@@ -56,6 +56,12 @@ pub(super) struct Greeted {
 }
 
 impl Greeted {
+    /// The connection as it is, blocking.
+    #[cfg(feature = "rdma")]
+    pub(super) fn into_stream(self) -> TcpStream {
+        self.stream
+    }
+
     /// The connection, from now on without blocking.
     pub(super) fn socket(self) -> io::Result<Socket> {
         Socket::new(self.stream, self.tls)

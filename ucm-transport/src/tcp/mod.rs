@@ -9,9 +9,11 @@
 //! after its lane was marked dead under that lock.
 
 mod auth;
-mod bell;
+pub(crate) mod bell;
 mod breaker;
 mod client;
+#[cfg(feature = "rdma")]
+mod control;
 mod handshake;
 mod inbuf;
 mod server;
@@ -25,7 +27,11 @@ mod tls;
 mod wire;
 
 pub use auth::Secret;
+#[cfg(feature = "rdma")]
+pub(crate) use breaker::Breaker;
 pub use client::{PeerState, TcpEngine, TcpEngineBuilder, TcpPeer, TcpStats};
+#[cfg(feature = "rdma")]
+pub(crate) use control::ControlLane;
 pub use server::{
     Exports, Pieces, Refusal, RefusalKind, Request, Serve, Served, Session, TcpServer,
     TcpServerConfig, TcpServerStats,

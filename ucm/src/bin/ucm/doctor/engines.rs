@@ -13,7 +13,7 @@ use super::{Finding, Verdict};
 const LEN: usize = 64 << 10;
 
 pub(crate) fn all() -> Vec<Finding> {
-    vec![host(), shm(), tcp()]
+    vec![host(), shm(), tcp(), rdma()]
 }
 
 fn finding(
@@ -104,6 +104,77 @@ fn tcp() -> Finding {
         seen: "not built in".into(),
         used: "needed between nodes only".into(),
         remedy: "build with the feature tcp".into(),
+    }
+}
+
+/// Reads over the adapter from this process's own memory.
+#[cfg(feature = "rdma")]
+fn rdma() -> Finding {
+    use std::{net::SocketAddr, sync::Arc, time::Duration, time::Instant};
+
+    use ucm_transport::{
+        Exports, RdmaChoice, RdmaDevice, RdmaEngine, RdmaOwner, Secret, TcpServer, TcpServerConfig,
+    };
+
+    let device = match RdmaDevice::open(&RdmaChoice::default()) {
+        Ok(device) => device,
+        Err(absent) => {
+            return Finding {
+                what: "engine rdma",
+                verdict: Verdict::Absent,
+                seen: absent.reason(),
+                used: "peers on other nodes are reached by tcp".into(),
+                remedy: absent.remedy(),
+            };
+        }
+    };
+    let moved = || {
+        let secret = Secret::new(b"of this process alone, for a moment")?;
+        let owner = RdmaOwner::builder(&device).build()?;
+        let token = owner.export(source()?, Access::Read)?;
+        let local = SocketAddr::from(([127, 0, 0, 1], 0));
+        let config = TcpServerConfig::new(secret.clone());
+        let service = owner.service(Arc::new(Exports::default()));
+        let server = TcpServer::bind(local, config, service)?;
+        let engine = RdmaEngine::builder(&device).timeout(Duration::from_secs(5)).build()?;
+        let soon = Instant::now() + Duration::from_secs(5);
+        let peer = engine.connect(server.address(), &secret, soon)?;
+        let src = engine.attach(&peer, token, soon)?;
+        compare(&engine, src)
+    };
+    let info = device.info();
+    let seen = format!(
+        "read 64 KiB over {} port {} ({}, packets of {} bytes, {} pieces an operation{})",
+        info.device,
+        info.port,
+        if info.ethernet { "RoCE" } else { "InfiniBand" },
+        info.mtu,
+        info.max_pieces,
+        if info.dmabuf { ", dmabuf if the kernel agrees" } else { ", no dmabuf" },
+    );
+    finding(
+        "engine rdma",
+        moved(),
+        &seen,
+        "reads and writes between nodes",
+        "raise the limit of locked memory (ulimit -l unlimited), allow /dev/infiniband",
+    )
+}
+
+#[cfg(not(feature = "rdma"))]
+fn rdma() -> Finding {
+    let devices: Vec<String> = std::fs::read_dir("/sys/class/infiniband")
+        .map(|dir| {
+            dir.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+        })
+        .unwrap_or_default();
+    let none = devices.is_empty();
+    Finding {
+        what: "engine rdma",
+        verdict: Verdict::Absent,
+        seen: if none { "no device, and not built in".into() } else { devices.join(", ") },
+        used: "built without the rdma engine".into(),
+        remedy: if none { String::new() } else { "build with the feature rdma".into() },
     }
 }
 

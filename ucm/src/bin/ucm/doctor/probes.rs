@@ -21,7 +21,6 @@ pub(crate) fn all(config: &Config) -> Vec<Finding> {
         backend(config),
         numa(),
         io_uring(),
-        rdma(),
         devices::cuda(),
         devices::rocm(),
     ]
@@ -334,21 +333,6 @@ fn io_uring() -> Finding {
         verdict,
         seen: seen.into(),
         used: "not used yet: the file backend reads and writes in threads".into(),
-        remedy: String::new(),
-    }
-}
-
-fn rdma() -> Finding {
-    let devices: Vec<String> = fs::read_dir("/sys/class/infiniband")
-        .map(|dir| {
-            dir.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
-        })
-        .unwrap_or_default();
-    Finding {
-        what: "RDMA devices",
-        verdict: Verdict::Absent,
-        seen: if devices.is_empty() { "none".into() } else { devices.join(", ") },
-        used: "not used yet".into(),
         remedy: String::new(),
     }
 }
