@@ -314,10 +314,11 @@ impl RdmaEngine {
         let index = u32::try_from(peers.len()).map_err(|_| {
             TransferError::new(ErrorKind::Registration, "4294967296 peers were connected")
         })?;
-        inner.watch(&conn);
         let breaker = Breaker::new(inner.settings.failures);
-        peers.push(Some(Peer::new(address, secret.clone(), (boot, owner), breaker, conn)));
+        let peer = Peer::new(address, secret.clone(), (boot, owner), breaker, conn);
+        peers.push(Some(Arc::clone(&peer)));
         drop(peers);
+        inner.watch(&peer);
         // The thread is to be told of its completions.
         bell::ring(&inner.bell);
         Ok(RdmaPeer { index, boot })
@@ -547,36 +548,40 @@ impl Inner {
     }
 
     fn dialed(self: &Arc<Self>, peer: &Arc<Peer>, outcome: Result<Conn, TransferError>) {
-        if let Ok(conn) = &outcome {
-            self.watch(conn);
-        }
         let mut moves = Moves::default();
         peer.lock().dialed(outcome, Instant::now(), &mut moves);
+        self.watch(peer);
         self.finish(peer, moves);
         // The thread is to be told of its completions.
         bell::ring(&self.bell);
     }
 
-    /// Lets the thread hear when the peer ends the control connection.
-    fn watch(&self, conn: &Conn) {
+    /// Lets the thread hear when the peer ends the control connection, or has done so.
+    fn watch(&self, peer: &Peer) {
+        let state = peer.lock();
+        let Some(conn) = state.conn() else { return };
         let data = epoll::EventData::new_u64(conn.id);
         let flags = epoll::EventFlags::RDHUP | epoll::EventFlags::ONESHOT;
-        if let Err(error) = epoll::add(&self.epoll, &*conn.control, data, flags) {
+        if let Err(error) = epoll::add(&self.epoll, &*conn.control, data, flags)
+            && error != rustix::io::Errno::EXIST
+        {
             // The adapter finds out, too, later.
             tracing::warn!("a control connection is not watched: {error}");
         }
     }
 
     /// Takes completions of all peers that have something under way. Says whether there were any, and
-    /// whether something is still under way.
-    pub(super) fn look(self: &Arc<Self>) -> (bool, bool) {
+    /// whether something is still under way. Peers that somebody else has in hand are left to them,
+    /// unless each one must be looked at.
+    pub(super) fn look(self: &Arc<Self>, each: bool) -> (bool, bool) {
         let (mut some, mut busy) = (false, false);
         let mut all = Vec::new();
         let now = Instant::now();
         {
             let peers = self.peers.read().unwrap_or_else(PoisonError::into_inner);
             for peer in peers.iter().flatten() {
-                let Some(mut state) = peer.try_lock() else {
+                let state = if each { Some(peer.lock()) } else { peer.try_lock() };
+                let Some(mut state) = state else {
                     busy = true;
                     continue;
                 };
@@ -782,7 +787,7 @@ impl TransferEngine for RdmaEngine {
         if count > 0 || threaded || self.inner.ends.in_flight() == 0 {
             return count;
         }
-        self.inner.look();
+        self.inner.look(false);
         self.inner.ends.poll(out)
     }
 
@@ -795,7 +800,7 @@ impl TransferEngine for RdmaEngine {
         let until = Instant::now() + self.inner.settings.spin;
         // Whoever waits looks by itself for a moment, which saves two changes of threads.
         self.inner.ends.quiesce(target, deadline, || {
-            let (some, _) = self.inner.look();
+            let (some, _) = self.inner.look(false);
             let now = Instant::now();
             now < deadline && (some || now < until)
         })

@@ -320,6 +320,11 @@ fn psn() -> Result<u32, Refusal> {
 
 #[cfg(test)]
 impl RdmaOwner {
+    /// The memory of the beacon.
+    pub(super) fn beacon(&self) -> &Memory {
+        self.shared.beacon_at.memory()
+    }
+
     /// Does something with all queue pairs.
     pub(super) fn with_pairs(&self, act: impl FnMut(&mut QueuePair)) {
         self.shared.lock().connected.values_mut().for_each(act);

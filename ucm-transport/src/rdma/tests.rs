@@ -228,7 +228,7 @@ fn other_reads_survive_a_cancel() {
 }
 
 /// An owner that stays silent is found out by the adapter, and one that left by its control
-/// connection; both are typed.
+/// connection; both are typed. Mutant seen to fail: the end of a control connection is not heard.
 #[test]
 #[ignore = "wants an RDMA device: cargo xtask rdma-vm"]
 fn a_peer_that_does_not_answer_is_typed() {
@@ -241,7 +241,8 @@ fn a_peer_that_does_not_answer_is_typed() {
     println!("a silent adapter is found out after {:?}", begin.elapsed());
     assert_eq!(silent.ends(), [(ticket, Err(ErrorKind::PeerDown), 1)]);
     let Some(silent) = Silent::new() else { return };
-    let ticket = silent.submit(silent.item(silent.to), soon());
+    let write = Transfer { src: at(silent.to), dst: at(silent.from), len: 10 };
+    silent.submit(write, soon());
     let begin = Instant::now();
     let Silent { engine, server, .. } = silent;
     drop(server);
@@ -249,8 +250,22 @@ fn a_peer_that_does_not_answer_is_typed() {
     println!("a peer that left is found out after {:?}", begin.elapsed());
     let mut ends = Vec::new();
     engine.poll(&mut ends);
-    assert_eq!(ends[0].ticket, ticket);
-    assert_eq!(ends[0].result.as_ref().unwrap_err().kind(), ErrorKind::PeerDown);
+    let error = ends[0].result.clone().unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerDown);
+    // Not by the adapter, which takes its time.
+    assert!(error.to_string().contains("ended the control connection"), "{error}");
+}
+
+/// Mutant seen to fail: a beacon that is read and not compared.
+#[test]
+#[ignore = "wants an RDMA device: cargo xtask rdma-vm"]
+fn a_connection_that_leads_to_somebody_else_is_not_used() {
+    let Some(Silent { server, owner, engine, .. }) = Silent::new() else { return };
+    owner.beacon().write(5, &[0; 20]).unwrap();
+    let secret = Secret::new(b"a secret for tests only").unwrap();
+    let error = engine.connect(server.address(), &secret, soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerDown);
+    assert!(error.to_string().contains("somebody else"), "{error}");
 }
 
 /// Mutants seen to fail: a plan told as ended when its queue pair was not destroyed; a quarantine

@@ -45,7 +45,7 @@ pub(super) fn run(inner: &Arc<Inner>) {
     while !inner.stopping.load(Ordering::SeqCst) {
         let now = Instant::now();
         inner.expire(now);
-        let (some, busy) = inner.look();
+        let (some, busy) = inner.look(false);
         if some {
             last = now;
             continue;
@@ -59,8 +59,8 @@ pub(super) fn run(inner: &Arc<Inner>) {
             peer.lock().arm(now, &mut moves);
             inner.finish(&peer, moves);
         }
-        // What completed before it was asked for is not announced.
-        if inner.look().0 {
+        // What completed before it was asked for is not announced, so no peer is passed over.
+        if inner.look(true).0 {
             last = now;
             continue;
         }

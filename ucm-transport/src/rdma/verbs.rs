@@ -315,6 +315,12 @@ impl Registered {
         Ok(Self { raw: Some(raw), domain: Arc::clone(domain), addr, len, lkey, rkey, memory })
     }
 
+    /// The memory itself.
+    #[cfg(test)]
+    pub(super) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
     /// First byte after it.
     pub(super) fn end(&self) -> u64 {
         self.addr + self.len

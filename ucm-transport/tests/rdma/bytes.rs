@@ -82,7 +82,8 @@ fn a_plan_takes_one_doorbell_and_few_signals() {
     assert!((0..64).all(|i| got[i * 2_000..][..1_728] == bytes[i * 1_728..][..1_728]));
 }
 
-/// A queue that is shorter than the plan: places come free while it runs.
+/// A queue that is shorter than the plan: places come free while it runs. Mutant seen to fail: places
+/// of unsignalled operations that do not come free.
 #[test]
 #[ignore = "wants an RDMA device: cargo xtask rdma-vm"]
 fn plans_longer_than_the_queue_go_through() {
@@ -96,8 +97,9 @@ fn plans_longer_than_the_queue_go_through() {
     assert_eq!(near.run(items).unwrap(), 999_000);
     let got = read(&ours);
     assert!((0..1_000).all(|i| got[i * 1_001..][..999] == bytes[i * 1_000..][..999]));
+    // A signal for each quarter of the queue, and with it two operations at once, to the end.
     let stats = near.engine.stats();
-    assert!(stats.signalled < stats.reads, "{stats:?}");
+    assert_eq!((stats.reads, stats.signalled), (1_000, 500), "{stats:?}");
 }
 
 /// One plan with two peers.
