@@ -38,6 +38,9 @@ pub const NAMES: &[&str] = &[
     "leave.bye.after",
     "leave.listener.after",
     "leave.name.after",
+    "sweep.busy.after",
+    "sweep.hook.after",
+    "sweep.hook.before",
 ];
 
 #[cfg(test)]

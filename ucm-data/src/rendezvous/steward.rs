@@ -565,7 +565,10 @@ impl Steward {
     fn sweep(&mut self) {
         let Some(later) = self.sweep.filter(|later| later.due <= Instant::now()) else { return };
         let swept = self.directory.again().and_then(|directory| {
-            let Some(_locked) = directory.try_lock()? else { return Ok(false) };
+            let Some(_locked) = directory.try_lock()? else {
+                failpoint!("sweep.busy.after");
+                return Ok(false);
+            };
             let mut occupied = vec![self.seat];
             occupied.extend(self.roster.members().map(|(_, seat, _)| seat));
             for seat in 0..MAX_SEATS {
@@ -574,7 +577,9 @@ impl Steward {
                 }
             }
             let hooks = &self.hooks;
+            failpoint!("sweep.hook.before");
             self.guarded(|| hooks.on_failed_join(&occupied));
+            failpoint!("sweep.hook.after");
             Ok(true)
         });
         self.sweep = if swept.unwrap_or(false) { None } else { Some(later.next()) };

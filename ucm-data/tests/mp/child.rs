@@ -118,6 +118,14 @@ impl Actor {
                 let error = std::process::Command::new("sleep").arg("600").exec();
                 panic!("{error}");
             }
+            "fill" => {
+                let flags = rustix::event::EventfdFlags::CLOEXEC;
+                while let Ok(fd) = rustix::event::eventfd(0, flags) {
+                    self.crowd.push(fd);
+                }
+                self.crowd.truncate(self.crowd.len() - self.number::<usize>("leave"));
+                say("filled");
+            }
             "crowd" => self.crowd(),
             "nofile" => {
                 let open = Resources::now().fds;
@@ -134,7 +142,9 @@ impl Actor {
             }
             "fork" => {
                 let member = self.member.take().unwrap();
-                crate::fork::fork_in_child(member, |member| {
+                let crowd = std::mem::take(&mut self.crowd);
+                crate::fork::fork_in_child(member, move |member| {
+                    drop(crowd);
                     let mapped = member.mapped.as_ref().unwrap();
                     format!(
                         "maps={} slot={:?} read={:?} check={:?} peers={} poke={:?}",

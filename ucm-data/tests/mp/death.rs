@@ -278,10 +278,10 @@ fn d1_a_member_that_gave_up_its_seat_keeps_it_until_its_process_is_over() {
     assert_eq!(joiner.ask(&question, "liveness"), "Dead");
 }
 
-/// The same while the host does not know that the member hung up: it has not been looked at yet.
-/// Mutant: the joiner does not wait until the member that answers has seen it.
+/// The same when the member that answers has not seen yet that the other one hung up.
+/// Mutants: as above.
 #[test]
-fn d1_a_joiner_that_comes_at_that_very_moment_waits() {
+fn d1_a_joiner_that_comes_at_that_very_moment_leaves_the_seat_alone() {
     let instance = Instance::new();
     let mut procs = [Proc::start(), Proc::start(), Proc::start()];
     let [host, other, joiner] = &mut procs;
