@@ -115,7 +115,7 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
         },
         "crash" => crash::run(&crash::Args::default())?,
         "fuzz" => {
-            if let Some(remedy) = fuzz::what_is_missing() {
+            if let Some(remedy) = fuzz::install(workspace) {
                 return Ok(Outcome::CannotRun(remedy.into()));
             }
             fuzz::run(&fuzz::Args::standard(), workspace)?;
