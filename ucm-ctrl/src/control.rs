@@ -43,7 +43,7 @@ impl Control {
         Ok(Self { region: Arc::new(Region::create_private(geometry, [0x5eed, 0xfeed])?) })
     }
 
-    /// Maps a region made by another process.
+    /// Maps a region made by another process, and closes the descriptor.
     ///
     /// # Errors
     /// `Version` for another layout version, `Corrupt` for anything that is not a finished region,
@@ -53,7 +53,15 @@ impl Control {
         Ok(Self { region: Arc::new(Region::attach(fd)?) })
     }
 
-    /// A duplicate of the region's descriptor; `None` for a private region.
+    /// The region's descriptor, for whoever passes it on and sees to it that forked children do not keep
+    /// it; `None` for a private region, an attached one, and when it was taken before.
+    #[cfg(not(ucm_loom))]
+    #[must_use]
+    pub fn take_fd(&self) -> Option<OwnedFd> {
+        self.region.take_fd()
+    }
+
+    /// A duplicate of the region's descriptor; `None` where [`take_fd`](Self::take_fd) says so.
     ///
     /// # Errors
     /// `Os` at the limit of open files.

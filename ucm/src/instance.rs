@@ -177,7 +177,7 @@ impl Enter for Entrant<'_> {
             self.segments.push(segments);
         }
         let fd = control
-            .fd()?
+            .take_fd()
             .ok_or_else(|| Error::Config("invariant: a shared region has a descriptor".into()))?;
         let mut fds = vec![fd.into()];
         fds.extend(self.segments.iter().flat_map(|s| s.fds().iter().cloned()));

@@ -7,7 +7,10 @@ use std::{
     fmt,
     os::fd::{AsFd, OwnedFd},
     ptr::NonNull,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use rustix::{
@@ -42,7 +45,11 @@ pub(crate) struct Region {
 
 enum Backing {
     Heap(Layout),
-    Map { len: usize, fd: OwnedFd },
+    /// The descriptor until whoever passes it on has taken it: here it would survive in forked children.
+    Map {
+        len: usize,
+        fd: Mutex<Option<OwnedFd>>,
+    },
 }
 
 // SAFETY: the memory behind `base` is only ever accessed as atomics.
@@ -68,7 +75,7 @@ impl Region {
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
             .map_err(|e| CtrlError::os("seal the control region", e))?;
         let base = map(&fd, layout.total)?;
-        let backing = Backing::Map { len: layout.total, fd };
+        let backing = Backing::Map { len: layout.total, fd: Mutex::new(Some(fd)) };
         Ok(Self::initialise(base, backing, layout, geometry, boot_token))
     }
 
@@ -150,7 +157,7 @@ impl Region {
         let base = map(&fd, len)?;
         let mut region = Self {
             base,
-            backing: Backing::Map { len, fd },
+            backing: Backing::Map { len, fd: Mutex::default() },
             layout: RegionLayout {
                 members: 0,
                 leases: 0,
@@ -216,10 +223,21 @@ impl Region {
     pub(crate) fn fd(&self) -> Result<Option<OwnedFd>, CtrlError> {
         match &self.backing {
             Backing::Heap(_) => Ok(None),
-            Backing::Map { fd, .. } => fd.try_clone().map(Some).map_err(|source| CtrlError::Os {
-                what: "duplicate the descriptor of the control region",
-                source,
-            }),
+            Backing::Map { fd, .. } => {
+                let fd = fd.lock().unwrap_or_else(PoisonError::into_inner);
+                let copy = fd.as_ref().map(OwnedFd::try_clone).transpose();
+                copy.map_err(|source| CtrlError::Os {
+                    what: "duplicate the descriptor of the control region",
+                    source,
+                })
+            }
+        }
+    }
+
+    pub(crate) fn take_fd(&self) -> Option<OwnedFd> {
+        match &self.backing {
+            Backing::Heap(_) => None,
+            Backing::Map { fd, .. } => fd.lock().unwrap_or_else(PoisonError::into_inner).take(),
         }
     }
 

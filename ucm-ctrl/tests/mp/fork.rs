@@ -22,7 +22,9 @@ pub(crate) fn forker(control: &Control) {
         Ok(ucm_ctrl::LeaseOutcome::Leased(lease)) => lease,
         other => panic!("{other:?}"),
     };
-    let fd = control.fd().unwrap().unwrap();
+    // The region's memory is open in no process but the parent's.
+    assert!(control.fd().unwrap().is_none());
+    let region = std::env::var("UCM_MP_REGION").unwrap();
     // SAFETY: the grandchild uses only what works after fork with this libc: its copies, memory,
     // files and pipes; it starts no thread.
     let grandchild = unsafe { libc::fork() };
@@ -51,7 +53,7 @@ pub(crate) fn forker(control: &Control) {
         drop((pool, member));
         say("dropped");
         // On its own account it is as good as anybody.
-        let own_control = Control::attach(fd).unwrap();
+        let own_control = crate::attach(&region);
         let (own_member, own_pool) = rank(&own_control);
         let hit = matches!(own_pool.acquire(&key(1)).unwrap(), Acquired::Hit(_));
         say(&format!("joined {} {hit}", own_member.id().0));

@@ -180,6 +180,17 @@ impl Actor {
                     "deaths": inspection.statistics.deaths, "owners": inspection.statistics.owners,
                 }));
             }
+            "fork" => {
+                // A worker process of an engine, which outlives the rank and knows nothing of the cache.
+                // SAFETY: the child only sleeps, and ends without running anything of its parent.
+                let child = unsafe { libc::fork() };
+                if child == 0 {
+                    std::thread::sleep(Duration::from_secs(120));
+                    // SAFETY: see above.
+                    unsafe { libc::_exit(0) };
+                }
+                answer(json!({ "pid": child }));
+            }
             "memory" => {
                 let status = std::fs::read_to_string("/proc/self/status").unwrap();
                 let field = |name: &str| {

@@ -35,6 +35,32 @@ fn d3_an_owner_killed_in_mid_fill_is_replaced_by_a_waiter() {
     assert_eq!((&inspection["members"], &inspection["pinned"]), (&json!(2), &json!(0)));
 }
 
+/// D9: a process that a rank has forked keeps nothing of the cache alive, neither bytes nor the control region.
+/// Mutant: the region keeps its descriptor.
+#[test]
+fn d9_d2_a_forked_child_of_a_dead_rank_keeps_no_memory() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..2).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..).zip(&mut procs) {
+        proc.join(&instance.rank(device, 2, 4));
+    }
+    let memory = procs[0].shared_memory();
+    assert!(memory.len() >= 2, "a control region and a segment: {memory:?}");
+    let children: Vec<i32> = procs
+        .iter_mut()
+        .map(|proc| {
+            i32::try_from(proc.ask(&json!({"do": "fork"}))["pid"].as_i64().unwrap()).unwrap()
+        })
+        .collect();
+    procs.into_iter().for_each(Proc::kill);
+    let held = holders(&memory);
+    for child in children {
+        let pid = rustix::process::Pid::from_raw(child).unwrap();
+        rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    }
+    assert_eq!(held, Vec::<String>::new());
+}
+
 /// Ranks in containers see each other by numbers that mean nothing to the other: both know their own
 /// process as 1. Each is proven dead all the same, by one inside and by one outside.
 /// Mutant: a process is watched by the number it goes by itself (nobody dies, or somebody else).
