@@ -44,6 +44,8 @@ pub(crate) enum Engine {
     Tcp,
     /// Mapped segments; the floor is memcpy
     Shm,
+    /// An RDMA adapter; the floor is that of tcp
+    Rdma,
 }
 
 impl Engine {
@@ -51,6 +53,7 @@ impl Engine {
         match self {
             Self::Tcp => "tcp",
             Self::Shm => "shm",
+            Self::Rdma => "rdma",
         }
     }
 }
@@ -143,7 +146,7 @@ fn measure(
 
 fn describe(document: &mut Document, args: &Args, common: &Common, way: &Way) {
     let floor = match args.engine {
-        Engine::Tcp => {
+        Engine::Tcp | Engine::Rdma => {
             "a bare exchange of vectored writes and reads over a socket to the same process"
         }
         Engine::Shm => "memcpy of the same pieces out of the same mapping",

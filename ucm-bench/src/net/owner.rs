@@ -10,7 +10,10 @@ use ucm_data::{
     Admission, Admitted, DataError, Enter, Geometry, LayoutTag, Membership, Offer, PageTier,
     Rendezvous, RendezvousConfig, Segments, SegmentsConfig, StewardHooks, Token,
 };
-use ucm_transport::{Access, Exports, Memory, Secret, TcpServer, TcpServerConfig};
+use ucm_transport::{
+    Access, Exports, Memory, RdmaChoice, RdmaDevice, RdmaOwner, Secret, Serve, TcpServer,
+    TcpServerConfig,
+};
 
 use super::{
     case::{self, Case},
@@ -21,8 +24,8 @@ use crate::{error::BenchError, ranks};
 /// What the owner is to do.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) enum Order {
-    /// Serve the cases over tcp.
-    Tcp { cases: Vec<Case>, secret: Vec<u8> },
+    /// Serve the cases over tcp, or by an RDMA adapter.
+    Tcp { cases: Vec<Case>, secret: Vec<u8>, rdma: bool },
     /// Offer the bytes as segments, met in this directory.
     Shm { cases: Vec<Case>, dir: PathBuf },
 }
@@ -45,16 +48,25 @@ pub(crate) fn memory(cases: &[Case]) -> usize {
 pub(crate) fn run() -> Result<(), BenchError> {
     let mut kept: Vec<Box<dyn std::any::Any>> = Vec::new();
     ranks::serve(|order: Order| match order {
-        Order::Tcp { cases, secret } => {
+        Order::Tcp { cases, secret, rdma } => {
             let peer = |e: ucm_transport::TransferError| BenchError::Peer(e.to_string());
             let len = memory(&cases);
             let bytes = Memory::host(len).map_err(peer)?;
             bytes.write(0, &case::source(len)).map_err(peer)?;
             let exports = Exports::default();
-            let token = exports.export(bytes, Access::Read).map_err(peer)?;
+            let (token, service): (_, Arc<dyn Serve>) = if rdma {
+                let device = RdmaDevice::open(&RdmaChoice::default())
+                    .map_err(|absent| BenchError::Environment(absent.to_string()))?;
+                let owner = RdmaOwner::builder(&device).build().map_err(peer)?;
+                let token = owner.export(bytes, Access::Read).map_err(peer)?;
+                (token, owner.service(Arc::new(exports)))
+            } else {
+                let token = exports.export(bytes, Access::Read).map_err(peer)?;
+                (token, Arc::new(exports))
+            };
             let config = TcpServerConfig::new(Secret::new(&secret).map_err(peer)?);
             let local = SocketAddr::from(([127, 0, 0, 1], 0));
-            let server = TcpServer::bind(local, config, Arc::new(exports)).map_err(peer)?;
+            let server = TcpServer::bind(local, config, service).map_err(peer)?;
             let served = Served {
                 engine: Some(server.address()),
                 floor: Some(floor::serve(&cases)?),

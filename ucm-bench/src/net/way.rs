@@ -6,10 +6,10 @@
 
 use std::time::{Duration, Instant};
 
-use ucm_data::{Mapped, Membership};
+use ucm_data::{Mapped, Membership, Token};
 use ucm_transport::{
-    Access, Addr, Memory, RegionId, Secret, ShmEngine, TcpEngine, Transfer, TransferEngine,
-    TransferError, TransferPlan,
+    Access, Addr, Memory, Quiesce, RdmaChoice, RdmaDevice, RdmaEngine, RegionId, Secret, ShmEngine,
+    TcpEngine, Transfer, TransferEngine, TransferError, TransferPlan,
 };
 
 use super::{
@@ -33,6 +33,7 @@ pub(crate) struct Way {
 
 enum Kind {
     Tcp { engine: TcpEngine, floor: Floor },
+    Rdma { engine: RdmaEngine, floor: Floor },
     Shm { engine: ShmEngine, mapped: std::sync::Arc<Mapped>, _member: Membership },
 }
 
@@ -53,7 +54,7 @@ impl Way {
         match engine {
             Engine::Tcp => {
                 let secret = b"a secret of this benchmark".to_vec();
-                let order = Order::Tcp { cases, secret: secret.clone() };
+                let order = Order::Tcp { cases, secret: secret.clone(), rdma: false };
                 let served: Served = owner.ask_one(0, &order)?;
                 let (Some(address), Some(floor)) = (served.engine, served.floor) else {
                     return Err(BenchError::Peer("the owner serves nothing".into()));
@@ -66,6 +67,26 @@ impl Way {
                 let dst = engine.register(target.clone()).map_err(peer)?;
                 let floor = Floor::connect(floor, memory)?;
                 let kind = Kind::Tcp { engine, floor };
+                let (bytes, page_tier) = (Aligned::new(0, 0), None);
+                Ok(Self { kind, src, dst, target, bytes, page_tier, _scratch: scratch })
+            }
+            Engine::Rdma => {
+                let device = RdmaDevice::open(&RdmaChoice::default())
+                    .map_err(|absent| BenchError::Environment(absent.to_string()))?;
+                let secret = b"a secret of this benchmark".to_vec();
+                let order = Order::Tcp { cases, secret: secret.clone(), rdma: true };
+                let served: Served = owner.ask_one(0, &order)?;
+                let (Some(address), Some(floor)) = (served.engine, served.floor) else {
+                    return Err(BenchError::Peer("the owner serves nothing".into()));
+                };
+                let engine = RdmaEngine::builder(&device).build().map_err(peer)?;
+                let secret = Secret::new(&secret).map_err(peer)?;
+                let soon = Instant::now() + Duration::from_secs(10);
+                let to = engine.connect(address, &secret, soon).map_err(peer)?;
+                let src = engine.attach(&to, Token(served.token), soon).map_err(peer)?;
+                let dst = engine.register(target.clone()).map_err(peer)?;
+                let floor = Floor::connect(floor, memory)?;
+                let kind = Kind::Rdma { engine, floor };
                 let (bytes, page_tier) = (Aligned::new(0, 0), None);
                 Ok(Self { kind, src, dst, target, bytes, page_tier, _scratch: scratch })
             }
@@ -106,6 +127,15 @@ impl Way {
             Kind::Tcp { engine, .. } => {
                 engine.transfer(plan, soon).map_err(|rejected| peer(rejected.error))?.result
             }
+            Kind::Rdma { engine, .. } => {
+                let ticket = engine.submit(plan).map_err(|rejected| peer(rejected.error))?;
+                engine.quiesce(Quiesce::Ticket(ticket), soon).map_err(peer)?;
+                let mut ends = Vec::new();
+                engine.poll(&mut ends);
+                let end =
+                    ends.pop().ok_or_else(|| BenchError::Peer("a plan without end".into()))?;
+                end.result
+            }
             Kind::Shm { engine, .. } => {
                 engine.submit(plan).map_err(|rejected| peer(rejected.error))?;
                 let mut ends = Vec::new();
@@ -124,7 +154,9 @@ impl Way {
     pub(crate) fn floor(&mut self, number: usize, pieces: &[Piece]) -> Result<f64, BenchError> {
         let start = Instant::now();
         match &mut self.kind {
-            Kind::Tcp { floor, .. } => floor.exchange(number, pieces)?,
+            Kind::Tcp { floor, .. } | Kind::Rdma { floor, .. } => {
+                floor.exchange(number, pieces)?;
+            }
             Kind::Shm { mapped, .. } => {
                 for piece in pieces {
                     let to = self.bytes.bytes_mut().get_mut(piece.to..piece.to + piece.len);
@@ -143,7 +175,7 @@ impl Way {
         let mut bytes = vec![0; self.target.len()];
         self.target.read(0, &mut bytes).map_err(peer)?;
         let floor = match &self.kind {
-            Kind::Tcp { floor, .. } => floor.bytes().to_vec(),
+            Kind::Tcp { floor, .. } | Kind::Rdma { floor, .. } => floor.bytes().to_vec(),
             Kind::Shm { .. } => self.bytes.bytes().to_vec(),
         };
         Ok((bytes, floor))

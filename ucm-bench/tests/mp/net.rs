@@ -27,6 +27,22 @@ fn both_engines_read_the_right_bytes_and_report_all_fields() {
     }
 }
 
+/// Where there is an adapter `cargo xtask rdma-vm` lets it run.
+#[test]
+fn without_an_adapter_it_says_what_is_missing() {
+    if std::path::Path::new("/sys/class/infiniband").exists() {
+        println!("SKIP there may be an RDMA adapter here");
+        return;
+    }
+    let output = bench(&["net", "--engine", "rdma", "--case", "4096", "--case-ms", "5"]);
+    assert_eq!(output.status.code(), Some(3), "{}", text(&output));
+    assert!(
+        text(&output).contains("install") || text(&output).contains("driver"),
+        "{}",
+        text(&output)
+    );
+}
+
 #[test]
 fn shapes_that_make_no_sense_are_refused() {
     for case in ["0", "5x", "9/3"] {

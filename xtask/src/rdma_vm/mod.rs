@@ -46,6 +46,10 @@ impl Args {
     }
 }
 
+/// The benchmark, as the guest runs it.
+const BENCH: &str = "/bin/ucm-bench net --quiet --engine rdma --case 4096,61x1728,2602x1728,1048576 \
+    --case-ms 50 --runs 1; echo \"GUEST-RC=$?\"\n";
+
 /// What became of it.
 #[derive(Debug)]
 pub(crate) enum Ran {
@@ -78,13 +82,18 @@ pub(crate) fn run_counted(args: &Args, workspace: &Workspace) -> Result<Ran, Fai
     };
     phase("tests");
     let tests = build(workspace)?;
+    let bench = build_bench(workspace)?;
     let layout = verbs::layout(&root, workspace)?;
     phase("memory disk");
     let script = match &args.command {
         Some(command) => format!("{command}; echo \"GUEST-RC=$?\"\n"),
         None => script(&tests, args.filter.as_deref()),
     };
+    // Speed means nothing here; that it runs, and brings the right bytes, does.
+    let benches = args.command.is_none() && args.filter.is_none();
+    let script = if benches { script + BENCH } else { script };
     let mut programs: Vec<PathBuf> = tests.iter().map(|(_, program)| program.clone()).collect();
+    programs.push(bench);
     programs.extend(args.program.iter().cloned());
     let disk = guest::disk(&root, &programs, &layout, &script)?;
     phase("guest");
@@ -97,7 +106,7 @@ pub(crate) fn run_counted(args: &Args, workspace: &Workspace) -> Result<Ran, Fai
         codes.extend(line.strip_prefix("GUEST-RC=").map(str::to_owned));
     })?;
     phase("end");
-    let wanted = if args.command.is_some() { 1 } else { tests.len() };
+    let wanted = if args.command.is_some() { 1 } else { tests.len() + usize::from(benches) };
     let good = ended && codes.len() == wanted && codes.iter().all(|code| code == "0");
     let mut summary = reader.finish();
     if !good {
@@ -133,6 +142,22 @@ fn build(workspace: &Workspace) -> Result<Vec<(&'static str, PathBuf)>, Failure>
         }
     }
     if programs.len() == 2 { Ok(programs) } else { fail(format!("no tests: {programs:?}")) }
+}
+
+/// Builds the benchmark; the program.
+fn build_bench(workspace: &Workspace) -> Result<PathBuf, Failure> {
+    let said = Shell::cargo(&["build", "-p", "ucm-bench", "--bin", "ucm-bench"])
+        .args(&["--message-format", "json-render-diagnostics"])
+        .dir(workspace.root())
+        .stdout()?;
+    let programs = Message::parse_stream(said.as_bytes()).filter_map(|message| match message {
+        Ok(Message::CompilerArtifact(artifact)) => artifact.executable,
+        _ => None,
+    });
+    match programs.last() {
+        Some(program) => Ok(program.into_std_path_buf()),
+        None => fail("no program of ucm-bench"),
+    }
 }
 
 /// What the guest runs.
