@@ -109,6 +109,13 @@ const JOBS: &[Job] = &[
         seconds: (20, 1),
     },
     Job {
+        name: "ranges",
+        full: "ranges --shape idx --verify --assert amplification<=1 --assert repeat_remote<=0",
+        quick: "ranges --shape idx --pages 4 --requests 1 --ranks 1,2 --runs 1 --verify \
+                --assert amplification<=1 --assert repeat_remote<=0",
+        seconds: (20, 2),
+    },
+    Job {
         name: "directory",
         full: "directory",
         quick: "directory --keys 20000 --questions 200 --runs 2",

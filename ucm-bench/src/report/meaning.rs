@@ -4,6 +4,30 @@
 //! **Invariant:** a field has one meaning in all subcommands.
 
 const MEANINGS: &[(&str, &str)] = &[
+    // ranges
+    (
+        "amplification",
+        "bytes on the wire by bytes that had to come, the worst of all; 1 is the least",
+    ),
+    ("arena_wait_us", "time that calls waited for the arena"),
+    ("by_ranks", "the same for each number of ranks"),
+    ("copy_bytes", "bytes that ranks copied to their destinations"),
+    ("exchanges", "requests to the owner, of all sizes"),
+    ("get_bytes_per_s", "delivered to all ranks together"),
+    ("local_install_bytes", "objects that stayed on the node"),
+    ("per_pool", "the pools of the shape"),
+    ("remote_calls", "questions to the directory, and times that requests were sent together"),
+    ("repeat_remote", "bytes on the wire when the first groups were read once more"),
+    ("restore_us_p50", "from the first group's request to the last group's bytes"),
+    ("restore_us_p99", "the slowest of a run"),
+    ("stall_us", "time that computation waited for bytes"),
+    ("ttfl_ratio", "first group with the most ranks by that with the fewest"),
+    ("ttfl_us_p50", "until the first group of layers was there"),
+    ("ttfl_us_p99", "the slowest of a run"),
+    ("unique_bytes", "bytes that had to come, once for all ranks"),
+    ("verified", "whether every byte was compared"),
+    ("whole_bytes", "bytes that were pulled in the background"),
+    ("wire_bytes", "bytes that came from the owner"),
     // load, replay
     ("backend_inflight_max", "most reads in flight at once, over all ranks"),
     ("backend_inflight_mean", "reads in flight on average while there was at least one"),

@@ -1,4 +1,9 @@
 //! I: what was fetched stays, and is fetched once for the whole node.
+//!
+//! Mutants, each seen to fail a test of this program: bytes on their way are fetched again; an assembly is not
+//! joined; an object is committed without a lease; a reader's hold does not count; fetched bytes lie packed
+//! instead of in their place; one part of an object is taken for a sign that all is wanted; pulls do not wait
+//! for the foreground; an end is told while its copy runs.
 
 use std::{sync::Barrier, thread};
 
@@ -286,6 +291,34 @@ fn i9_what_is_read_is_not_evicted() {
         assert!(reader.is_resident(2) && !reader.is_resident(1));
         idle(&reader);
     });
+}
+
+/// An engine that copies by itself: a key's end is told when its bytes are there, not when they are on their
+/// way.
+#[test]
+fn i10_an_end_is_told_when_its_bytes_are_there() {
+    let directory = directory();
+    let len = 6 << 20;
+    let large = |name| Setup { page_bytes: 1 << 20, ..Setup::new(name, 24) };
+    let owner = large("owner").start(&directory);
+    let reader = large("reader").start(&directory);
+    let engine = std::sync::Arc::new(HostEngine::builder().workers(1).build().unwrap());
+    let client = reader.agent.client(engine.clone()).unwrap();
+    (0..3).for_each(|number| owner.publish(&directory, number, 0, len));
+    let readings: Vec<_> = (0..3)
+        .map(|number| crate::kit::reading_of(&*engine, number, len, &[range(0, len)]))
+        .collect();
+    let requests: Vec<_> = readings.iter().map(|reading| reading.request.clone()).collect();
+    let mut told = Vec::new();
+    client.get_each(&requests, soon(), |index, outcome| {
+        assert_eq!(outcome, GetOutcome::Remote);
+        readings[index].check(index as u64, 0);
+        told.push(index);
+    });
+    told.sort_unstable();
+    assert_eq!(told, [0, 1, 2]);
+    readings.iter().for_each(|reading| reading.free(&*engine));
+    idle(&reader);
 }
 
 #[test]
