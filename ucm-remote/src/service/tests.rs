@@ -1,7 +1,7 @@
 //! A peer's service and its clients, over real connections.
 //!
-//! Mutants, each seen to fail a test here: memory of a client that is gone stays pending; a commit while a
-//! write is in flight; a write of another client's object; a read of another generation or length.
+//! Mutants, each seen to fail a test here: memory of a client that is gone stays pending; a read of another
+//! generation. (A commit while a write is in flight: `sessions`.)
 
 use std::{
     net::SocketAddr,

@@ -1,8 +1,7 @@
 //! F: peers that die, hang, restart, evict; a directory that is away; and everything at random.
 //!
 //! Mutants, each seen to fail a test here: a lease that has run out is believed; another run at the same
-//! address is taken for the one that was asked for; what was refused together is not asked for alone; a
-//! directory that came back empty is not told everything.
+//! address is taken for the one that was asked for; a directory that came back empty is not told everything.
 
 use std::{
     sync::{

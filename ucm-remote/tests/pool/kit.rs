@@ -363,6 +363,8 @@ impl Proxy {
                 };
                 client.set_nodelay(true).unwrap();
                 peer.set_nodelay(true).unwrap();
+                // What is held back must not all find a place in the kernel.
+                rustix::net::sockopt::set_socket_recv_buffer_size(&peer, 256 << 10).unwrap();
                 let mut state = of_thread.state.lock().unwrap();
                 state.streams.push(client.try_clone().unwrap());
                 state.streams.push(peer.try_clone().unwrap());

@@ -1,7 +1,6 @@
 //! A: who stores what, who may, and where.
 //!
-//! Mutants, each seen to fail a test here: coverage that does not ask for every byte; self as a source;
-//! keys compared by their block only; a copy that is committed before it was written.
+//! Mutant, seen to fail a test here: self as a source.
 
 use std::{sync::Arc, thread};
 

@@ -1,6 +1,6 @@
 //! G: ranges, and nothing but what was asked for.
 //!
-//! Mutants, each seen to fail a test here: rounds of the arena are not cut; what lies in the pages behind a
+//! Mutants, each seen to fail a test of this program: rounds of the arena are not cut; what lies in the pages behind a
 //! range is fetched, too (the length of the object where that of a span belongs).
 
 use proptest::prelude::*;

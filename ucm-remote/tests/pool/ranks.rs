@@ -1,7 +1,4 @@
 //! Ranks in processes of their own: this binary starts itself again.
-//!
-//! Mutants, each seen to fail a test here: pins of a rank that is gone are kept; they are dropped when the
-//! rank still copies; the keys of another get are taken for those of the last one.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
