@@ -115,6 +115,7 @@ fn a5_namespaces_are_apart_for_every_verb() {
         }
         assert!(owner.is_resident(1));
         assert!(reader.get(1, 0, 4096, &[range(0, 4096)]).is_served());
+        reader.wait_told(&directory, 1);
         assert_eq!(reader.client.remove(&[key(1)], soon()), [RemoveOutcome::Removed]);
         assert!(!owner.is_resident(1) && !reader.is_resident(1), "removed everywhere");
         assert_eq!(reader.get(1, 0, 4096, &[range(0, 1)]), GetOutcome::Miss);

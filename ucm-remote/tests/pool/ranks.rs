@@ -210,6 +210,8 @@ fn ranks_store_ask_and_remove() {
     assert_eq!(two.ask("exists 7"), "[Ok(Some(9000))]");
     world.node.wait_told(&world.directory, 7);
     assert_eq!(world.owner.get(7, 2, 9000, &[range(0, 9000)]), GetOutcome::Remote);
+    // A copy that nobody was told of would outlive the removal.
+    world.owner.wait_told(&world.directory, 7);
     assert_eq!(one.ask("remove 7"), "[Removed]");
     assert_eq!(two.ask("exists 7"), "[Ok(None)]");
     assert_eq!(two.ask("get 7 1 2 9000 0 1"), "[Miss]");
