@@ -165,6 +165,7 @@ impl Proc {
     }
 
     /// Waits until the process is over; it is not reaped.
+    #[cfg(feature = "failpoints")]
     pub(crate) fn until_over(&self) {
         // SAFETY: all zero bytes are a valid siginfo_t.
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
