@@ -273,6 +273,11 @@ fn claim(me: &MemberInner, id: [u64; 2], lasting: bool, roster: &[MemberStay]) -
             return Some(seated);
         }
         failpoint!("group.open.after");
+        if me.check().is_err() {
+            // The others have been told that nobody opens it, and do not look for it any more.
+            free_unsettled(region, record, me.index);
+            return Some(seated);
+        }
         // Who was cleared up after before the record was open is in it for ever; who is later will
         // be found there: the record first, then the members, and a reaper the other way round.
         for stay in roster.iter().filter(|stay| !is_joined(region, stay)) {
@@ -350,7 +355,9 @@ fn free_if_over(region: &Region, record: &GroupRecord) {
             word.state() == MemberState::Expelled
         })
     };
+    // One that is not settled is its opener's, which is about to take members out of it.
     if word.is_decided()
+        && word.is_settled()
         && record.holders().iter().all(gone)
         && record.conclude(word, GroupState::Free)
     {

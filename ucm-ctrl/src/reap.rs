@@ -191,7 +191,7 @@ fn relieve(
 /// Frees the dead one's locks, ends its fills, votes for it, and tells all of it, also what somebody has
 /// done and may have died or been stopped before it told.
 ///
-/// Only what is found while the record is `seen`, and so names the stay, is touched.
+/// Only what is found while the record names the stay is touched.
 fn release_waiters(
     me: &MemberInner,
     record: &MemberRecord,
@@ -200,7 +200,11 @@ fn release_waiters(
     reaped: &mut Reaped,
 ) {
     // After what was read: if the record is still the same, it is of that stay.
-    let still = || record.word.load(Ordering::SeqCst) == seen.0;
+    // Another survivor may take it over meanwhile; the seat stays the dead one's.
+    let still = || {
+        let now = MemberWord(record.word.load(Ordering::SeqCst));
+        now.state() == MemberState::Reaping && now.generation() == seen.generation()
+    };
     for tables in pools(me) {
         free_locks(tables, dead, seen.generation(), reaped);
         for slot in tables.slots.iter() {

@@ -11,8 +11,8 @@ use std::{
 };
 
 use ucm_ctrl::{
-    Control, Geometry, LAYOUT_VERSION, Member, MemberId, MemberSpec, MemberState, PoolGeometry,
-    WeakMember,
+    Control, Geometry, LAYOUT_VERSION, Member, MemberId, MemberInspection, MemberSpec, MemberState,
+    PoolGeometry, WeakMember,
 };
 use ucm_data::{
     Admission, Admitted, Enter, LayoutTag, Liveness, Membership, Offer, PeerWatch, Rendezvous,
@@ -241,12 +241,27 @@ fn attach(offer: &Offer) -> Result<(Control, Vec<Segments>), Error> {
     Ok((control, segments))
 }
 
-/// Seats that nobody occupies have no process that could still touch the memory: clears up after
-/// members that died while nobody was there to see it.
+/// Clears up after members that died while nobody was there to see it: of those whose process somebody
+/// holds, that one hears. Should one live after all, or be still ending (its seat is free before its memory
+/// is quiet), it can only let go from now on, and what it holds is handed on by nobody who has no proof.
 fn repair_leftovers(member: &Member, occupied: &[u16]) {
-    for other in member.control().inspect_members() {
+    let control = member.control();
+    for other in control.inspect_members() {
         let seated = occupied.contains(&u16::from(other.index)) || other.index == member.id().0;
         if !seated && other.state != MemberState::Free {
+            member.expel(MemberId(other.index), other.generation);
+            let unproven = matches!(other.state, MemberState::Joined | MemberState::Expelled);
+            let holds = |now: &MemberInspection| {
+                let same = (now.index, now.generation) == (other.index, other.generation);
+                same && now.pins + now.filling > 0
+            };
+            if unproven && control.inspect().members.iter().any(holds) {
+                tracing::warn!(
+                    seat = other.index,
+                    "a member that nobody knows holds slots; they stay out of use until its end is heard of"
+                );
+                continue;
+            }
             let reaped = member.reap(MemberId(other.index), Some(other.generation));
             tracing::warn!(
                 seat = other.index,

@@ -200,7 +200,7 @@ fn a_dead_rank_s_unfinished_steps_are_finished() {
     let mut r = ranks(2);
     let stay = r.die(1);
     let [aborted, opening] = [GroupState::Aborted, GroupState::Opening].map(|state| state as u64);
-    r.first().word.store(aborted | 7 << 32, Ordering::SeqCst);
+    r.first().word.store(aborted | 1 << 17 | 7 << 32, Ordering::SeqCst);
     r.control.region.groups()[1]
         .word
         .store(opening | u64::from(stay.id.0) << 8 | 7 << 32, Ordering::SeqCst);
@@ -370,4 +370,29 @@ fn d1_a_record_whose_opener_died_early_is_kept_by_nobody() {
         assert!(find().is_none());
         ranks.assert_over();
     }
+}
+
+/// An opener is stopped and expelled before it has looked at the members, and all others have let go. It is
+/// about to take members out of this record, so the record is nobody else's until it has.
+/// Mutant: an unsettled record is freed under its opener.
+#[test]
+fn w6_a_record_is_not_freed_while_its_opener_is_about_to_change_it() {
+    let ranks = ranks(2);
+    let (opener, other) = (&ranks.members[0], &ranks.members[1]);
+    let record = ranks.first();
+    record.id.iter().for_each(|half| half.store(5, Ordering::SeqCst));
+    let seats = Seats::of(&ranks.roster).iter().map(|seat| 1_u64 << seat).sum();
+    record.members[0].store(seats, Ordering::SeqCst);
+    record.holders[0].store(seats, Ordering::SeqCst);
+    let open = GroupState::Open as u64 | u64::from(opener.id().0) << 8 | 1 << 32;
+    record.word.store(open, Ordering::SeqCst);
+    let seated = group::find(&ranks.control.region, [5, 5], false, other.id().0).unwrap();
+    assert!(other.expel(opener.id(), opener.generation()).done);
+    assert_eq!(group::decision(&ranks.control.region, seated), Some(false));
+    group::let_go(&other.inner, seated);
+    assert_eq!(ranks.in_state(GroupState::Aborted), 1, "freed under its opener");
+    // Its end frees it.
+    let seat = opener.id();
+    assert!(other.reap(seat, None).done);
+    ranks.assert_over();
 }

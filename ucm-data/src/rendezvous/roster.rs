@@ -176,6 +176,11 @@ impl Roster {
                 Vec::new()
             }
             (Phase::Member { .. }, Message::Unfound) => vec![Action::Rename],
+            // A late answer to what this process asked before it sat down, and asked others since.
+            (
+                Phase::Member { .. },
+                Message::Meta { .. } | Message::Fds { .. } | Message::Life { .. },
+            ) => Vec::new(),
             (Phase::Greeting | Phase::Joining | Phase::Silent { .. }, Message::Bye) => {
                 vec![self.forget(id)]
             }

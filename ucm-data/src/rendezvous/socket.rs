@@ -49,7 +49,7 @@ impl Seats {
 }
 
 /// Joiners that can knock while a member is stopped; the kernel's own limit (somaxconn) may be lower.
-const BACKLOG: i32 = 4096;
+pub(super) const BACKLOG: i32 = 4096;
 
 pub(crate) fn new_socket() -> Result<OwnedFd, Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

@@ -311,15 +311,27 @@ impl Steward {
             Err(Errno::MFILE | Errno::NFILE) => {
                 // Take the connection with the spare descriptor and drop it: the joiner hears
                 // at once, and `poll` does not find it again.
-                count(&self.watch.shared.counters.refused_descriptors);
-                let had_spare = self.spare.take().is_some();
-                if had_spare && let Ok(socket) = socket::accept(self.listener.as_fd()) {
-                    self.refuse(&socket, Refusal::DescriptorLimit);
-                } else {
-                    std::thread::sleep(Duration::from_millis(10));
-                }
+                let spare = self.spare.take();
+                let next = spare.map(|spare| {
+                    drop(spare);
+                    socket::accept(self.listener.as_fd())
+                });
+                let refused = match next {
+                    Some(Ok(socket)) => {
+                        count(&self.watch.shared.counters.refused_descriptors);
+                        self.refuse(&socket, Refusal::DescriptorLimit);
+                        true
+                    }
+                    // The limit is met before the queue is looked at: nobody is there.
+                    Some(Err(Errno::AGAIN)) => false,
+                    _ => {
+                        count(&self.watch.shared.counters.refused_descriptors);
+                        std::thread::sleep(Duration::from_millis(10));
+                        false
+                    }
+                };
                 self.spare = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok();
-                return had_spare;
+                return refused;
             }
             Err(Errno::AGAIN) => return false,
             Err(errno) => {
@@ -484,7 +496,11 @@ impl Steward {
             return;
         }
         // Nobody finds the old one any more: it ends when all who wait there are taken in.
-        while self.accept_next(notices) {}
+        for _ in 0..socket::BACKLOG {
+            if !self.accept_next(notices) {
+                break;
+            }
+        }
         self.directory.remove_socket(self.seat);
         let listener =
             self.directory.seats().address(self.seat).and_then(|a| socket::listen_at(&a));
@@ -541,7 +557,11 @@ impl Steward {
     fn greet(&mut self, id: ConnId, seat: u16) {
         let socket = self.connect(seat);
         self.postpone(id, Some(Later::next));
-        let pid = |socket: &OwnedFd| peer_of(socket.as_fd()).map_or(-1, |peer| peer.pid);
+        // Across PID namespaces all others have number 0; none of another user is a member.
+        let user = rustix::process::geteuid().as_raw();
+        let pid = |socket: &OwnedFd| {
+            peer_of(socket.as_fd()).map_or(-1, |peer| if peer.uid == user { peer.pid } else { -1 })
+        };
         let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) else { return };
         let Ok(socket) = socket else { return };
         let me = self.roster.me();

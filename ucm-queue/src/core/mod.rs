@@ -128,6 +128,8 @@ pub(crate) struct Core {
     prewarm: VecDeque<Key>,
     /// Dumps whose slot is still to be asked for.
     dumps: VecDeque<DumpItem>,
+    /// The same of groups: they wait for nobody, and others wait for them.
+    group_dumps: VecDeque<DumpItem>,
     dump_slots: SlotShares,
     /// Dumps whose producer has not finished.
     gated: Map<u64, Box<PreparedDump>>,
@@ -199,6 +201,7 @@ impl Core {
             unreachable: VecDeque::new(),
             prewarm: VecDeque::new(),
             dumps: VecDeque::new(),
+            group_dumps: VecDeque::new(),
             dump_slots: SlotShares::default(),
             gated: Map::default(),
             groups: Map::default(),
@@ -269,6 +272,7 @@ impl Core {
             && self.gated.is_empty()
             && self.groups.is_empty()
             && self.dumps.is_empty()
+            && self.group_dumps.is_empty()
             && self.durables.is_empty()
     }
 
@@ -349,6 +353,7 @@ impl Core {
             self.cancel(task);
         }
         self.dumps.clear();
+        self.group_dumps.clear();
         // Dropping these votes against their groups, and ends their shards.
         self.gated.clear();
         self.give_up_groups();

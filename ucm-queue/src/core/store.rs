@@ -38,14 +38,16 @@ impl Core {
         let PreparedDump { id, items, ballot, share, .. } = prepared;
         if let Some(ballot) = ballot {
             self.open_group(id, items.len(), ballot, share);
+            self.group_dumps.extend(items);
+        } else {
+            self.dumps.extend(items);
         }
-        self.dumps.extend(items);
     }
 
     /// Asks for the slots of new dumps.
     pub(super) fn start_dumps(&mut self) {
         self.stage_dumps();
-        while let Some(mut item) = self.dumps.pop_front() {
+        while let Some(mut item) = self.group_dumps.pop_front().or_else(|| self.dumps.pop_front()) {
             self.step();
             if !self.may_commit(&item) {
                 item.group = None;

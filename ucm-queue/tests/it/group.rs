@@ -1,7 +1,7 @@
 //! Ranks that dump parts of one thing: all of them publish, or none.
 //!
 //! Mutants seen to fail here: a vote before all shards are held; a full cache that makes a group take
-//! staging buffers; waiting for a shard that somebody else fills; a queue that closes after its vote and
+//! staging buffers; a group behind ordinary dumps; waiting for a shard that somebody else fills; a queue that closes after its vote and
 //! drops what the others commit; a gated dump that cannot give up.
 
 use std::sync::Arc;
@@ -154,6 +154,29 @@ fn s6_no_vote_before_the_last_copy() {
         ranks[0].gate.open();
         assert_eq!(slow.wait_durable(watchdog()), Some(vec![Ok(()); 1]), "shared {shared}");
         assert_eq!(fast.wait_durable(watchdog()), Some(vec![Ok(()); 2]));
+        drop(queues);
+        node.assert_at_rest();
+    }
+}
+
+/// Ordinary dumps that wait for the fills of a group do not keep the vote from it.
+/// Mutant: one line for both.
+#[test]
+fn s6_a_group_does_not_stand_behind_dumps_that_wait_for_it() {
+    for shared in [false, true] {
+        let node = Node::new(32, BYTES);
+        let ranks = [node.rank(), node.rank()];
+        let boards = boards(shared, &ranks);
+        let queues = ranks.each_ref().map(|rank| rank.builder(Script::new()).start().unwrap());
+        let buffers = queues.each_ref().map(|queue| sources(queue, 12));
+        let theirs = half(&queues[1], &boards[1], dump_of(&buffers[1], 0..10, false), 1, 1);
+        eventually("the fills", || (0..10).all(|i| presence(&ranks[0], i) == Presence::Filling));
+        // More than may keep slots at once.
+        let plain = queues[0].dump(dump_of(&buffers[0], 0..10, false)).unwrap();
+        let mine = half(&queues[0], &boards[0], dump_of(&buffers[0], 10..12, false), 0, 1);
+        assert_eq!(mine.wait_cached(watchdog()), Some(vec![Ok(()); 2]), "shared {shared}");
+        assert_eq!(theirs.wait_cached(watchdog()), Some(vec![Ok(()); 10]));
+        assert_eq!(plain.wait_cached(watchdog()), Some(vec![Ok(()); 10]));
         drop(queues);
         node.assert_at_rest();
     }
