@@ -68,7 +68,12 @@ mod xxh3;
 pub use backend::{Backend, BackendCapabilities, Presence};
 pub use error::{ErrorKind, StoreError};
 pub use fault::{Damage, Fault, FaultBackend, Rule};
-pub use file::{Durability, FileBackend, FileConfig, FileReport, FileStep};
+#[cfg(feature = "failpoints")]
+pub use file::FAILPOINTS;
+pub use file::{
+    Durability, FileBackend, FileConfig, FileFault, FileIo, FileMode, FileReport, FileStep,
+    MemoryOwner, Stall,
+};
 pub use gate::Gate;
 pub use latency::{Delay, LatencyBackend};
 pub use memory::MemoryBackend;

@@ -64,7 +64,8 @@ impl Source {
                 let config = ucm_store::FileConfig::new(
                     &spec.backend_dir,
                     super::spec::identity().descriptor().to_vec(),
-                );
+                )
+                .io(ucm_store::FileIo::Buffered);
                 Self::File(Arc::new(Metered::new(FileBackend::open(config).map_err(store)?)))
             }
         })

@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** what cannot work is refused when the backend is opened, not later.
 
-use std::path::PathBuf;
+use std::{fmt, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 /// What survives what.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -17,6 +17,71 @@ pub enum Durability {
     Fsync,
 }
 
+/// How bytes go to and from files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FileIo {
+    /// The best that works here: past the page cache through io_uring, else by threads, else
+    /// through the page cache.
+    #[default]
+    Auto,
+    /// Past the page cache if that works here, by threads.
+    Threads,
+    /// Through the page cache, by threads: for objects that fit there.
+    Buffered,
+}
+
+/// Whose the memory of loads is. A device may write into it for a moment after this process died
+/// ([`Backend`](crate::Backend)), which must not meet another process's bytes.
+#[derive(Clone, Default)]
+#[non_exhaustive]
+pub enum MemoryOwner {
+    /// Others may take it over when this process dies: rings read into memory of the backend, which
+    /// is copied; threads read in place on local file systems.
+    #[default]
+    Shared,
+    /// This process's alone: everything is read in place.
+    Private,
+    /// Others may take it over, but only when nobody holds a lock of this open file (OFD or `flock`)
+    /// any more. Every ring keeps the file until its last request is gone; the backend closes its own
+    /// descriptor. The caller must close his, too, and no forked child may keep one.
+    Locked(Arc<OwnedFd>),
+}
+
+impl fmt::Debug for MemoryOwner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Shared => "Shared",
+            Self::Private => "Private",
+            Self::Locked(_) => "Locked",
+        })
+    }
+}
+
+/// What was found to work when a [`FileBackend`](crate::FileBackend) was opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FileMode {
+    /// Rings that read; 0: threads read.
+    pub rings: usize,
+    /// Whether the page cache is passed by.
+    pub direct: bool,
+    /// Whether loads are read straight into their memory (if that is aligned).
+    pub in_place: bool,
+    /// What addresses in memory must be multiples of to be read or written in place, in bytes.
+    pub align: usize,
+    /// What was asked for or tried and does not work here, with the system's answers.
+    pub missing: Vec<String>,
+}
+
+impl fmt::Display for FileMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.rings > 0 { "file: io_uring" } else { "file: threads" })?;
+        f.write_str(if self.direct { ", direct" } else { ", buffered" })?;
+        f.write_str(if self.in_place { ", in place" } else { ", copied" })
+    }
+}
+
 /// Settings of a [`FileBackend`](crate::FileBackend).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
@@ -29,6 +94,14 @@ pub struct FileConfig {
     pub descriptor: Vec<u8>,
     /// Threads that do the blocking calls; at least one. Default 4.
     pub threads: usize,
+    /// How bytes go to and from files. Default `Auto`.
+    pub io: FileIo,
+    /// Rings, each with a thread; at least one. Default: one for four cores, four at most.
+    pub rings: usize,
+    /// Reads in flight in each ring, 1 to 4096. Default 32.
+    pub depth: usize,
+    /// Whose the memory of loads is. Default `Shared`.
+    pub memory: MemoryOwner,
     /// When dumps are on the device. Default `None`.
     pub durability: Durability,
     /// Provably corrupt objects are kept aside for inspection, at most this many; more are
@@ -43,6 +116,10 @@ impl FileConfig {
             dir: dir.into(),
             descriptor: descriptor.into(),
             threads: 4,
+            io: FileIo::default(),
+            rings: std::thread::available_parallelism().map_or(1, |n| n.get().div_ceil(4).min(4)),
+            depth: 32,
+            memory: MemoryOwner::default(),
             durability: Durability::default(),
             quarantine_files: 64,
         }
@@ -52,6 +129,34 @@ impl FileConfig {
     #[must_use]
     pub fn threads(mut self, threads: usize) -> Self {
         self.threads = threads;
+        self
+    }
+
+    /// Sets how bytes go to and from files.
+    #[must_use]
+    pub fn io(mut self, io: FileIo) -> Self {
+        self.io = io;
+        self
+    }
+
+    /// Sets the number of rings.
+    #[must_use]
+    pub fn rings(mut self, rings: usize) -> Self {
+        self.rings = rings;
+        self
+    }
+
+    /// Sets the reads in flight in each ring.
+    #[must_use]
+    pub fn depth(mut self, depth: usize) -> Self {
+        self.depth = depth;
+        self
+    }
+
+    /// Says whose the memory of loads is.
+    #[must_use]
+    pub fn memory(mut self, memory: MemoryOwner) -> Self {
+        self.memory = memory;
         self
     }
 

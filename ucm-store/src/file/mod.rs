@@ -4,13 +4,18 @@
 //! and renamed. What a load reports as good was verified in the memory where it lies. Several
 //! processes may use one directory; a process killed at any instant leaves whole objects or none.
 
+mod buffers;
 mod config;
+mod direct;
 mod failpoint;
 mod header;
 mod object;
 mod pool;
+mod ring;
+mod rings;
 mod space;
 mod sys;
+mod transfer;
 
 use std::{
     collections::HashSet,
@@ -21,12 +26,16 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-pub use config::{Durability, FileConfig};
-pub use failpoint::FileStep;
+pub use config::{Durability, FileConfig, FileIo, FileMode, MemoryOwner};
+#[cfg(feature = "failpoints")]
+pub use failpoint::NAMES as FAILPOINTS;
+pub use failpoint::{FileFault, FileStep, Stall};
 
 use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError};
+use buffers::Buffers;
 use failpoint::FailPoints;
 use pool::{Lane, Pool};
+use rings::Rings;
 use space::{Aside, Space};
 
 type Key = ([u8; 16], u32);
@@ -36,16 +45,19 @@ const MAX_WAITING_TOUCHES: u64 = 4096;
 /// Corrupt objects that could not be put aside are remembered, up to this many.
 const MAX_REFUSED: usize = 65_536;
 
-/// Keeps objects in files below a directory; the layout is described in this module's sources and
-/// in `docs/format.md`.
+/// Keeps objects in files below a directory; the layout is described in `docs/store.md`.
 ///
-/// Loads read straight into the memory of the operation; operations run on a bounded pool of
-/// threads that sleep when there is nothing to do. Dropping the backend waits for operations that
-/// have begun and ends the others as `Cancelled`.
+/// What works here is found out when it is opened ([`FileBackend::mode`]): loads go through rings past
+/// the page cache, or run on a bounded pool of threads, as dumps do. Threads sleep when there is
+/// nothing to do. Dropping the backend waits for operations that have begun and ends the others as
+/// `Cancelled`.
 #[derive(Debug)]
 pub struct FileBackend {
     inner: Arc<Inner>,
+    rings: Option<Rings>,
     pool: Pool<Job>,
+    mode: FileMode,
+    depth: usize,
 }
 
 #[derive(Debug)]
@@ -61,6 +73,8 @@ struct Inner {
     space: Space,
     descriptor: Vec<u8>,
     durability: Durability,
+    mode: Mode,
+    buffers: Buffers,
     failpoints: FailPoints,
     counters: Counters,
     last_generation: AtomicU64,
@@ -68,8 +82,17 @@ struct Inner {
     refused: Mutex<HashSet<Key>>,
 }
 
+/// How the threads work.
+#[derive(Clone, Copy, Debug)]
+struct Mode {
+    direct: bool,
+    in_place: bool,
+    align: usize,
+}
+
 #[derive(Debug, Default)]
 struct Counters {
+    strangers: AtomicU64,
     quarantined: AtomicU64,
     corrupt_deleted: AtomicU64,
     temps_removed: AtomicU64,
@@ -89,6 +112,8 @@ pub struct FileReport {
     pub temps_removed: u64,
     /// Blocks whose touch failed.
     pub touch_failures: u64,
+    /// Completions of no request: a bug in the kernel or here. They change nothing.
+    pub strangers: u64,
 }
 
 impl FileBackend {
@@ -98,7 +123,7 @@ impl FileBackend {
     /// `Invalid` for a descriptor over 4008 bytes; `NoSpace` or `Io` when the directory cannot be
     /// used, naming it and what to do.
     pub fn open(config: FileConfig) -> Result<Self, StoreError> {
-        let FileConfig { dir, descriptor, threads, durability, quarantine_files } = config;
+        let FileConfig { dir, descriptor, threads, durability, quarantine_files, .. } = config;
         if descriptor.len() > header::MAX_DESCRIPTOR_BYTES {
             return Err(StoreError::new(
                 ErrorKind::Invalid,
@@ -124,19 +149,75 @@ impl FileBackend {
         let (space, temps_removed) =
             Space::open(&dir, &descriptor, quarantine_files).map_err(unusable)?;
         space.probe().map_err(unusable)?;
+        let buffers = Buffers::default();
+        let mut missing = Vec::new();
+        let align = match config.io {
+            FileIo::Buffered => None,
+            FileIo::Auto | FileIo::Threads => space
+                .probe_direct(&buffers)
+                .map_err(|e| missing.push(format!("O_DIRECT in {}: {e}", dir.display())))
+                .ok(),
+        };
         let counters = Counters { temps_removed: temps_removed.into(), ..Counters::default() };
-        let inner = Arc::new(Inner {
+        let private = matches!(config.memory, MemoryOwner::Private);
+        let by_threads = Mode {
+            direct: align.is_some(),
+            in_place: align.is_none() || private || space.is_local(),
+            align: align.unwrap_or(1),
+        };
+        let locked = matches!(config.memory, MemoryOwner::Locked(_));
+        let by_rings = Mode { in_place: private || locked, ..by_threads };
+        let mut inner = Arc::new(Inner {
             space,
             descriptor,
             durability,
+            mode: by_rings,
+            buffers,
             failpoints: FailPoints::default(),
             counters,
             last_generation: AtomicU64::new(0),
             refused: Mutex::default(),
         });
+        let mut rings = None;
+        if align.is_some() && config.io == FileIo::Auto {
+            let kept = match &config.memory {
+                MemoryOwner::Locked(kept) => Some(&**kept),
+                MemoryOwner::Shared | MemoryOwner::Private => None,
+            };
+            rings = Rings::new(&inner, config.rings, config.depth, kept)
+                .map_err(|e| {
+                    missing.push(format!(
+                        "io_uring: {e}; allow it to containers (seccomp), \
+                    see /proc/sys/kernel/io_uring_disabled; threads read instead"
+                    ))
+                })
+                .ok();
+        }
+        if rings.is_none() {
+            // Nobody else has it: rings that could not be made have ended their threads.
+            let alone = Arc::get_mut(&mut inner)
+                .ok_or_else(|| StoreError::new(ErrorKind::Io, "a thread of a ring did not end"))?;
+            alone.mode = by_threads;
+        }
+        let mode = FileMode {
+            rings: if rings.is_some() { config.rings.max(1) } else { 0 },
+            direct: inner.mode.direct,
+            in_place: inner.mode.in_place,
+            align: inner.mode.align,
+            missing,
+        };
+        tracing::info!(dir = %dir.display(), %mode, missing = ?mode.missing, "a file store is open");
         let of_pool = Arc::clone(&inner);
         let pool = Pool::new(threads, move |job| of_pool.run(job))?;
-        Ok(Self { inner, pool })
+        let depth =
+            if rings.is_some() { config.rings.max(1) * config.depth } else { pool.threads() };
+        Ok(Self { inner, rings, pool, mode, depth })
+    }
+
+    /// What works here.
+    #[must_use]
+    pub fn mode(&self) -> &FileMode {
+        &self.mode
     }
 
     /// What happened so far.
@@ -149,13 +230,20 @@ impl FileBackend {
             corrupt_deleted: read(&counters.corrupt_deleted),
             temps_removed: read(&counters.temps_removed),
             touch_failures: read(&counters.touch_failures),
+            strangers: read(&counters.strangers),
         }
     }
 
     /// The next time this step is taken, it fails with this error number; for tests.
     #[cfg(any(test, feature = "testing"))]
     pub fn fail_next(&self, step: FileStep, errno: i32) {
-        self.inner.failpoints.add(step, errno);
+        self.inject(step, FileFault::Errno(errno));
+    }
+
+    /// The next time this step is taken, this happens instead; for tests.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn inject(&self, step: FileStep, fault: FileFault) {
+        self.inner.failpoints.add(step, fault);
     }
 
     fn submit(&self, lane: Lane, jobs: Vec<Job>) {
@@ -168,10 +256,16 @@ impl FileBackend {
 impl Backend for FileBackend {
     fn capabilities(&self) -> BackendCapabilities {
         let durable = self.inner.durability == Durability::Fsync;
-        BackendCapabilities::new("file: buffered", self.pool.threads(), durable)
+        BackendCapabilities::new(self.mode.to_string(), self.depth, durable)
     }
 
     fn load(&self, ops: Vec<Op>) {
+        if let Some(rings) = &self.rings {
+            if let Err(left) = rings.submit(ops) {
+                Op::finish_all(left.into_iter().map(|op| (op, Err(rings::closed()))));
+            }
+            return;
+        }
         self.submit(Lane::Load, ops.into_iter().map(Job::Load).collect());
     }
 
@@ -205,6 +299,9 @@ impl Backend for FileBackend {
 
 impl Drop for FileBackend {
     fn drop(&mut self) {
+        if let Some(mut rings) = self.rings.take() {
+            Op::finish_all(rings.stop().into_iter().map(|op| (op, Err(rings::closed()))));
+        }
         cancel(self.pool.stop());
         if self.inner.durability == Durability::OnClose
             && let Err(error) = self.inner.space.sync()
@@ -217,6 +314,11 @@ impl Drop for FileBackend {
 impl Inner {
     fn run(&self, job: Job) {
         match job {
+            Job::Load(op) if self.mode.direct => {
+                if let Some(read) = self.start_read(op) {
+                    self.read_in_thread(read);
+                }
+            }
             Job::Load(op) => {
                 let result = self.load(&op);
                 op.finish(result);
@@ -292,10 +394,7 @@ impl Counters {
 
 fn cancel(jobs: Vec<Job>) {
     let ended = jobs.into_iter().filter_map(|job| match job {
-        Job::Load(op) | Job::Dump(op) => {
-            let message = "the backend was closed before the operation began";
-            Some((op, Err(StoreError::new(ErrorKind::Cancelled, message))))
-        }
+        Job::Load(op) | Job::Dump(op) => Some((op, Err(rings::closed()))),
         Job::Touch(_) => None,
     });
     Op::finish_all(ended);

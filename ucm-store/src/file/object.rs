@@ -11,7 +11,7 @@ use std::{
 use super::{
     Inner,
     config::Durability,
-    failpoint::FileStep,
+    failpoint::{FileStep, failpoint},
     header::{HEADER_BYTES, Header, HeaderBlock, file_bytes},
     space::Aside,
     sys::{self, Incomplete, RawSpan},
@@ -22,10 +22,11 @@ use crate::{ErrorKind, IoMemory, Op, StoreError, op, xxh3};
 const STEP_BYTES: usize = 256 * 1024;
 
 /// A failed read.
-struct Unread {
-    error: StoreError,
+#[derive(Debug)]
+pub(super) struct Unread {
+    pub(super) error: StoreError,
     /// Whether the file itself is proved to be no good object.
-    proved: bool,
+    pub(super) proved: bool,
 }
 
 impl From<StoreError> for Unread {
@@ -39,13 +40,10 @@ impl Inner {
     pub(super) fn load(&self, op: &Op) -> Result<(), StoreError> {
         op::refuse_empty(op)?;
         self.failpoints.check(FileStep::Open).map_err(|e| self.io_error("open", op, &e))?;
-        let file = match self.space.open_object(op.block(), op.shard()) {
-            Ok(file) => file,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {
-                return Err(StoreError::new(ErrorKind::Missing, "no such object"));
-            }
-            Err(e) => return Err(self.io_error("open", op, &e)),
-        };
+        let file = self
+            .space
+            .open_object(op.block(), op.shard(), false)
+            .map_err(|e| self.unopened(op, &e))?;
         self.read(op, file.as_fd()).map_err(|unread| {
             if unread.proved {
                 self.quarantine(op, file.as_fd(), &unread.error);
@@ -107,16 +105,10 @@ impl Inner {
         Ok(())
     }
 
-    /// Whether the payload in the file has this hash. Only failed loads ask.
-    fn file_is_good(&self, file: BorrowedFd<'_>, len: usize, payload_hash: u64) -> bool {
-        let Ok(copy) = IoMemory::private(len) else { return true };
-        let mut block = HeaderBlock([0; HEADER_BYTES]);
-        let (head, body) = spans(&mut block, &copy);
-        match sys::read(file, head, body, 0, HEADER_BYTES + len) {
-            // SAFETY: private memory of this length.
-            Ok(()) => unsafe { xxh3::hash(copy.as_ptr(), len) == payload_hash },
-            // A failing device proves nothing.
-            Err(_) => true,
+    pub(super) fn unopened(&self, op: &Op, error: &io::Error) -> StoreError {
+        match error.kind() {
+            io::ErrorKind::NotFound => StoreError::new(ErrorKind::Missing, "no such object"),
+            _ => self.io_error("open", op, error),
         }
     }
 
@@ -131,7 +123,7 @@ impl Inner {
         }
     }
 
-    fn quarantine(&self, op: &Op, file: BorrowedFd<'_>, why: &StoreError) {
+    pub(super) fn quarantine(&self, op: &Op, file: BorrowedFd<'_>, why: &StoreError) {
         let aside = self
             .failpoints
             .check(FileStep::Quarantine)
@@ -162,19 +154,29 @@ impl Inner {
         let temp = self
             .failpoints
             .check(FileStep::Create)
-            .and_then(|()| self.space.temp())
+            .and_then(|()| self.space.temp(self.mode.direct))
             .map_err(|e| self.io_error("create", op, &e))?;
-        self.write(op, temp.fd(), len).map_err(|e| self.io_error("write", op, &e))?;
+        failpoint!("file.create.after");
+        if self.mode.direct {
+            self.write_direct(op, temp.fd(), len)
+        } else {
+            self.write(op, temp.fd(), len)
+        }
+        .map_err(|e| self.io_error("write", op, &e))?;
+        failpoint!("file.write.after");
         if self.durability == Durability::Fsync {
             self.failpoints
                 .check(FileStep::Sync)
                 .and_then(|()| temp.sync())
                 .map_err(|e| self.io_error("sync", op, &e))?;
+            failpoint!("file.sync.after");
         }
+        failpoint!("file.publish.before");
         self.failpoints
             .check(FileStep::Rename)
             .and_then(|()| temp.publish(op.block(), op.shard()))
             .map_err(|e| self.io_error("publish", op, &e))?;
+        failpoint!("file.publish.after");
         self.accept((*op.block(), op.shard()));
         if self.durability == Durability::Fsync {
             self.space.sync_dir(op.block()).map_err(|e| self.io_error("sync", op, &e))?;
@@ -195,26 +197,32 @@ impl Inner {
             self.failpoints.check(FileStep::Write)?;
             sys::write(file, head, body, at, next).map_err(unwritten)?;
             at = next;
+            failpoint!("file.write.half");
         }
-        let header = Header {
-            block: *op.block(),
-            shard: op.shard(),
-            generation: self.next_generation(),
-            payload_bytes: len as u64,
-            payload_hash: hash.finish(),
-            descriptor: &self.descriptor,
-        };
+        let mut block = self.header_of(op, hash.finish());
         let padded = end.next_multiple_of(HEADER_BYTES);
         if padded > end {
             // Zeroes up to the end, without writing them.
             rustix::fs::ftruncate(file, padded as u64)?;
         }
-        let mut block = header.encode();
         let (head, body) = spans(&mut block, op.memory());
         sys::write(file, head, body, 0, HEADER_BYTES).map_err(unwritten)
     }
 
-    fn io_error(&self, what: &str, op: &Op, error: &io::Error) -> StoreError {
+    /// The header of what an operation stores now.
+    pub(super) fn header_of(&self, op: &Op, payload_hash: u64) -> HeaderBlock {
+        let header = Header {
+            block: *op.block(),
+            shard: op.shard(),
+            generation: self.next_generation(),
+            payload_bytes: op.memory().len() as u64,
+            payload_hash,
+            descriptor: &self.descriptor,
+        };
+        header.encode()
+    }
+
+    pub(super) fn io_error(&self, what: &str, op: &Op, error: &io::Error) -> StoreError {
         let kind = match error.raw_os_error() {
             Some(libc::ENOSPC | libc::EDQUOT) => ErrorKind::NoSpace,
             _ => ErrorKind::Io,
@@ -224,7 +232,7 @@ impl Inner {
     }
 }
 
-fn check_header<'a>(
+pub(super) fn check_header<'a>(
     op: &Op,
     block: &'a HeaderBlock,
     descriptor: &[u8],
@@ -235,7 +243,7 @@ fn check_header<'a>(
     Ok(header)
 }
 
-fn check_length(header: &Header<'_>, len: usize) -> Result<(), Unread> {
+pub(super) fn check_length(header: &Header<'_>, len: usize) -> Result<(), Unread> {
     if header.payload_bytes == len as u64 {
         return Ok(());
     }
@@ -253,7 +261,7 @@ fn spans(block: &mut HeaderBlock, memory: &IoMemory) -> (RawSpan, RawSpan) {
     (head, body)
 }
 
-fn unwritten(incomplete: Incomplete) -> io::Error {
+pub(super) fn unwritten(incomplete: Incomplete) -> io::Error {
     match incomplete {
         Incomplete::EndOfFile(at) => {
             io::Error::new(io::ErrorKind::WriteZero, format!("nothing was written at byte {at}"))

@@ -29,6 +29,13 @@ use rustix::fs::{
 };
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::{
+    buffers::Buffers,
+    sys,
+    transfer::{Transfer, empty},
+};
+use crate::StoreError;
+
 /// An open namespace.
 #[derive(Debug)]
 pub(super) struct Space {
@@ -87,9 +94,15 @@ impl Space {
     }
 
     /// Opens an object for reading.
-    pub(super) fn open_object(&self, block: &[u8; 16], shard: u32) -> io::Result<OwnedFd> {
+    pub(super) fn open_object(
+        &self,
+        block: &[u8; 16],
+        shard: u32,
+        direct: bool,
+    ) -> io::Result<OwnedFd> {
         let name = object_path(block, shard);
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let mut flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        flags.set(OFlags::DIRECT, direct);
         Ok(rustix::fs::openat(&self.root, name, flags, Mode::empty())?)
     }
 
@@ -113,11 +126,12 @@ impl Space {
     }
 
     /// A new temporary file, locked.
-    pub(super) fn temp(&self) -> io::Result<Temp<'_>> {
+    pub(super) fn temp(&self, direct: bool) -> io::Result<Temp<'_>> {
         loop {
             let number = self.next_temp.fetch_add(1, Ordering::Relaxed);
             let name = format!("tmp/{:016x}-{number}", self.token);
-            let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            let mut flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+            flags.set(OFlags::DIRECT, direct);
             let fd = rustix::fs::openat(&self.root, &name, flags, Mode::from_raw_mode(0o644))?;
             let mut temp = Temp { space: self, fd, name, published: false };
             // Where locks do not work, no cleaner can take one either, and the file is safe.
@@ -204,7 +218,7 @@ impl Space {
     pub(super) fn probe(&self) -> io::Result<()> {
         let mut written = [0; 4096];
         rustix::rand::getrandom(&mut written, rustix::rand::GetRandomFlags::empty())?;
-        let temp = self.temp()?;
+        let temp = self.temp(false)?;
         let mut read = [0; 4096];
         let (wrote, got) = (
             rustix::io::pwrite(&temp.fd, &written, 0)?,
@@ -217,6 +231,63 @@ impl Space {
         rustix::fs::renameat(&self.root, &temp.name, &self.root, &renamed)?;
         rustix::fs::renameat(&self.root, &renamed, &self.root, &temp.name)?;
         Ok(())
+    }
+
+    /// What positions, lengths and addresses must be multiples of past the page cache: found out by
+    /// writing, reading back and comparing.
+    ///
+    /// # Errors
+    /// The system's answer, when the file system cannot do it.
+    pub(super) fn probe_direct(&self, buffers: &Buffers) -> io::Result<usize> {
+        let temp = self.temp(true)?;
+        let mut last = io::Error::from(io::ErrorKind::Unsupported);
+        let short = |e: StoreError| io::Error::new(io::ErrorKind::OutOfMemory, e);
+        for align in [512, 4096] {
+            let mut written = buffers.take(3 * align).map_err(short)?;
+            let bytes = written.bytes_mut();
+            rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty())?;
+            let expected = bytes.get(align..2 * align).unwrap_or_default().to_vec();
+            let at = align as u64;
+            // Odd multiples, so that a coarser device says no.
+            let transfer = |span| Transfer::new(at, [span, empty(), empty()], align);
+            let moved = sys::writev(temp.fd(), transfer(written.span(align, align)).next());
+            match moved {
+                Ok(n) if n == align => {}
+                Ok(n) => {
+                    last = io::Error::other(format!("{n} of {align} bytes were written"));
+                    continue;
+                }
+                Err(e) => {
+                    last = e;
+                    continue;
+                }
+            }
+            let mut read = buffers.take(3 * align).map_err(short)?;
+            read.bytes_mut().fill(0);
+            let moved = sys::readv(temp.fd(), transfer(read.span(align, align)).next())?;
+            if moved == align && read.bytes().get(align..2 * align) == Some(&expected) {
+                return Ok(align);
+            }
+            last = io::Error::other("bytes written are not the bytes read back");
+        }
+        Err(last)
+    }
+
+    /// Whether a thread that is killed in a direct read leaves no read behind: true of the file
+    /// systems of this machine that are known, false of all others (NFS, FUSE, …).
+    pub(super) fn is_local(&self) -> bool {
+        const LOCAL: [u32; 8] = [
+            0xEF53,      // ext2, ext3, ext4
+            0x5846_5342, // XFS
+            0x9123_683E, // Btrfs
+            0x0102_1994, // tmpfs
+            0xF2F5_2010, // F2FS
+            0x2FC1_2FC1, // ZFS
+            0x794C_7630, // overlay
+            0xCA45_1A4E, // bcachefs
+        ];
+        let kind = rustix::fs::fstatfs(&self.root).map(|s| s.f_type);
+        kind.is_ok_and(|kind| u32::try_from(kind).is_ok_and(|kind| LOCAL.contains(&kind)))
     }
 
     /// Writes everything of the file system to its device.

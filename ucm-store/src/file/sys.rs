@@ -9,6 +9,8 @@ use std::{
     ptr::NonNull,
 };
 
+use super::transfer::{Progress, Transfer};
+
 /// Most bytes of one system call: below the limit of Linux (2 GiB − 4 KiB).
 const CALL_BYTES: usize = 1 << 30;
 
@@ -26,8 +28,12 @@ impl RawSpan {
         Self { base, len }
     }
 
+    pub(super) fn len(self) -> usize {
+        self.len
+    }
+
     /// The part from `start` to `end`, both cut to the span.
-    fn part(self, start: usize, end: usize) -> libc::iovec {
+    pub(super) fn part(self, start: usize, end: usize) -> libc::iovec {
         let end = end.min(self.len);
         let start = start.min(end);
         // SAFETY: start <= len.
@@ -76,6 +82,38 @@ pub(super) fn write(
         let n = unsafe { libc::pwritev(fd.as_raw_fd(), iov.as_ptr(), 2, position(at)) };
         count(n)
     })
+}
+
+/// One positioned read into the pieces of a vector, as [`Transfer::next`] describes it.
+pub(super) fn readv(
+    fd: BorrowedFd<'_>,
+    (iov, pieces, at): (*const libc::iovec, u32, u64),
+) -> io::Result<usize> {
+    let at = libc::off_t::try_from(at).unwrap_or(libc::off_t::MAX);
+    let pieces = libc::c_int::try_from(pieces).unwrap_or(0);
+    // SAFETY: the pieces are parts of spans that are valid for writes (`RawSpan::new`).
+    count(unsafe { libc::preadv(fd.as_raw_fd(), iov, pieces, at) })
+}
+
+/// One positioned write, as [`readv`] reads.
+pub(super) fn writev(
+    fd: BorrowedFd<'_>,
+    (iov, pieces, at): (*const libc::iovec, u32, u64),
+) -> io::Result<usize> {
+    let at = libc::off_t::try_from(at).unwrap_or(libc::off_t::MAX);
+    let pieces = libc::c_int::try_from(pieces).unwrap_or(0);
+    // SAFETY: the pieces are parts of spans that are valid for reads (`RawSpan::new`).
+    count(unsafe { libc::pwritev(fd.as_raw_fd(), iov, pieces, at) })
+}
+
+/// Reads all of a transfer.
+pub(super) fn read_all(fd: BorrowedFd<'_>, transfer: &mut Transfer) -> Result<(), Incomplete> {
+    loop {
+        let moved = readv(fd, transfer.next());
+        if let Progress::Ended(end) = transfer.advance(moved) {
+            return end;
+        }
+    }
 }
 
 fn vector(head: RawSpan, body: RawSpan, at: usize, end: usize) -> [libc::iovec; 2] {

@@ -15,7 +15,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ucm-fake-gpu", &[]),
     // The fake driver for tests only.
     ("ucm-transport", &["ucm-data", "ucm-fake-gpu"]),
-    ("ucm-store", &[]),
+    ("ucm-store", &["ucm-failpoint"]),
     ("ucm-queue", &["ucm-failpoint", "ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store"]),
     ("ucm-remote", &["ucm-data", "ucm-transport", "ucm-store"]),
     ("ucm", &["ucm-ctrl", "ucm-data", "ucm-transport", "ucm-store", "ucm-queue", "ucm-remote"]),

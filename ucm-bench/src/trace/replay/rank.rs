@@ -54,7 +54,8 @@ impl Source {
         let Some(dir) = &spec.store else {
             return Ok(Self::Pattern(Arc::new(Metered::new(PatternBackend::new(GENERATION)))));
         };
-        let config = FileConfig::new(dir, identity().descriptor().to_vec());
+        let config =
+            FileConfig::new(dir, identity().descriptor().to_vec()).io(ucm_store::FileIo::Buffered);
         let backend = FileBackend::open(config)
             .map_err(|e| BenchError::Environment(format!("backend: {e}")))?;
         Ok(Self::File(Arc::new(Metered::new(backend))))
