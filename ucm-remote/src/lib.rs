@@ -38,6 +38,7 @@ mod pool;
 mod ranks;
 #[cfg(feature = "redis")]
 mod redis_directory;
+mod served_directory;
 mod service;
 
 pub use agent::{Agent, AgentBuilder, AgentError, AgentStats};
@@ -54,5 +55,6 @@ pub use placement::{ByHash, LocalFirst, MostFree, PlacementStrategy};
 pub use pool::{Destination, GetRequest, PutRequest, RemotePool, Source};
 #[cfg(feature = "redis")]
 pub use redis_directory::{RedisDirectory, RedisOptions};
+pub use served_directory::{DirectoryClient, DirectoryServer};
 pub use service::PeerService;
 pub use ucm_data::Token;

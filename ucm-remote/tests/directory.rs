@@ -1,23 +1,28 @@
-//! The embedded directory against a plain map.
+//! The embedded directory against a plain map, and the same by way of a server.
 //!
 //! Mutants, each seen to fail a test here: an older generation replaces a newer one; a withdrawal that
 //! does not look at the generation; records of an ended run are told; a removed run registers again;
-//! a chain that loses what follows a removed record; a run's list that loses its head.
+//! a chain that loses what follows a removed record; a run's list that loses its head; a server of a lower
+//! epoch is believed.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::{
     collections::BTreeMap,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
 
 use proptest::prelude::*;
 use ucm_remote::{
-    Directory, DirectoryError, EmbeddedDirectory, EmbeddedLimits, Generation, Member, ObjectKey,
-    PeerId, Record, Token,
+    Directory, DirectoryClient, DirectoryError, DirectoryServer, EmbeddedDirectory, EmbeddedLimits,
+    Generation, Member, ObjectKey, PeerId, Record, Token,
 };
+use ucm_transport::Secret;
 
 fn later() -> Instant {
     Instant::now() + Duration::from_secs(600)
@@ -79,7 +84,7 @@ impl Model {
         }
     }
 
-    fn step(&mut self, directory: &EmbeddedDirectory, step: Step) {
+    fn step(&mut self, directory: &dyn Directory, step: Step) {
         let refused = |result: Result<(), DirectoryError>| {
             matches!(
                 result.map_err(|error| assert!(matches!(error, DirectoryError::Refused(_)))),
@@ -123,7 +128,7 @@ impl Model {
         }
     }
 
-    fn check(&self, directory: &EmbeddedDirectory) {
+    fn check(&self, directory: &dyn Directory) {
         let keys: Vec<_> = (0..12).map(key).collect();
         let told = directory.locate(&keys, later()).unwrap();
         for (number, mut told) in (0..).zip(told) {
@@ -133,7 +138,6 @@ impl Model {
                 of_key.map(|((_, of), g)| record(*of, self.current[of], *g)).collect();
             assert_eq!(told, expected, "key {number}");
         }
-        assert_eq!(directory.records(), self.records.len());
         let members = directory.members(later()).unwrap();
         let expected: Vec<_> = self.current.iter().map(|(p, run)| member(*p, *run)).collect();
         assert_eq!(members, expected);
@@ -150,8 +154,96 @@ proptest! {
         for step in steps {
             model.step(&directory, step);
             model.check(&directory);
+            prop_assert_eq!(directory.records(), model.records.len());
         }
     }
+}
+
+fn secret() -> Secret {
+    Secret::new(b"a secret for tests only").unwrap()
+}
+
+fn served(directory: Arc<EmbeddedDirectory>) -> (DirectoryServer, DirectoryClient) {
+    let address = "127.0.0.1:0".parse().unwrap();
+    let ttl = Duration::from_secs(600);
+    let server = DirectoryServer::start(directory, address, secret(), ttl).unwrap();
+    let client = DirectoryClient::new(server.address(), secret()).unwrap();
+    (server, client)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
+
+    /// By way of a server nothing is different.
+    #[test]
+    fn a_served_one_tells_the_same(steps in prop::collection::vec(step(), 1..40)) {
+        let directory = Arc::new(EmbeddedDirectory::new(EmbeddedLimits::default()));
+        let (_server, client) = served(directory.clone());
+        let mut model = Model::default();
+        for step in steps {
+            model.step(&client, step);
+            model.check(&client);
+            prop_assert_eq!(directory.records(), model.records.len());
+        }
+        prop_assert_eq!(client.epoch(later()), directory.epoch(later()));
+    }
+}
+
+/// A batch of more than a call holds, placements, a stranger, and a directory that is restarted: at once
+/// the next question goes to the new one, and one whose epoch is lower is not believed.
+#[test]
+fn a_served_one_is_asked_in_batches_and_survives_its_restart() {
+    let first = Arc::new(EmbeddedDirectory::new(EmbeddedLimits::default()));
+    let (server, client) = served(first.clone());
+    let mut owner = member(0, 0);
+    (owner.capacity_bytes, owner.free_bytes) = (1000, 500);
+    assert_eq!(client.register(&owner, later()), first.epoch(later()));
+    let records: Vec<_> = (0..9000).map(|n| (key(n), record(0, 0, n))).collect();
+    client.announce(&records, later()).unwrap();
+    let keys: Vec<_> = (0..9001).map(key).collect();
+    let told = client.locate(&keys, later()).unwrap();
+    assert_eq!(told.len(), 9001);
+    for (n, told) in (0..9000).zip(&told) {
+        assert_eq!(*told, [record(0, 0, n)]);
+    }
+    assert_eq!(told[9000], []);
+    let places = client.place(&[(key(1), 1000), (key(2), 1001)], later()).unwrap();
+    assert_eq!(places.iter().map(|place| place.0.len()).collect::<Vec<_>>(), [1, 0]);
+    let stranger = Secret::new(b"another secret, not ours").unwrap();
+    let stranger = DirectoryClient::new(server.address(), stranger).unwrap();
+    let refused = stranger.locate(&[key(1)], later());
+    assert!(matches!(refused, Err(DirectoryError::Unavailable(_))), "{refused:?}");
+    let long = Member::new(PeerId::new(&"x".repeat(600)), boot(1), "host:1");
+    assert!(matches!(client.register(&long, later()), Err(DirectoryError::Refused(_))));
+
+    let address = server.address();
+    drop(server);
+    let gone = client.locate(&[key(1)], later());
+    assert!(matches!(gone, Err(DirectoryError::Unavailable(_))), "{gone:?}");
+    let second = Arc::new(EmbeddedDirectory::new(EmbeddedLimits::default()));
+    let ttl = Duration::from_secs(600);
+    let server = DirectoryServer::start(second.clone(), address, secret(), ttl).unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    let told = loop {
+        // It is left alone for a moment after it could not be reached.
+        match client.locate(&[key(1)], later()) {
+            Ok(told) => break told,
+            Err(error) => assert!(Instant::now() < until, "{error}"),
+        }
+        thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!(told, [vec![]]);
+    assert_eq!(client.epoch(later()), second.epoch(later()));
+    drop(server);
+    let server = DirectoryServer::start(first, address, secret(), ttl).unwrap();
+    let until = Instant::now() + Duration::from_secs(60);
+    while client.outdated() == 0 {
+        assert!(matches!(client.locate(&[key(1)], later()), Err(DirectoryError::Unavailable(_))));
+        assert!(Instant::now() < until);
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert!(client.register(&owner, later()).is_err() && client.members(later()).is_err());
+    drop(server);
 }
 
 #[test]

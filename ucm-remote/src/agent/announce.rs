@@ -89,6 +89,11 @@ impl Inner {
         let due = told.registered.is_none_or(|at| at.elapsed() >= self.options.heartbeat);
         if due {
             match self.routes.directory().register(&member, Instant::now() + PATIENCE) {
+                Ok(epoch) if told.epoch.is_some_and(|known| epoch < known) => {
+                    tracing::warn!(?epoch, "a directory that another one has replaced answers");
+                    told.registered = None;
+                    told.behind = true;
+                }
                 Ok(epoch) => {
                     told.behind |= told.epoch.replace(epoch) != Some(epoch);
                     told.registered = Some(Instant::now());

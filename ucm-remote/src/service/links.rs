@@ -14,7 +14,7 @@ use ucm_transport::{ErrorKind, RegionId, Secret, TcpEngine, TcpPeer, TransferErr
 use super::wire::{self, Descriptor, Fields, Malformed, Op};
 use crate::{
     Generation, GetOutcome, Member, ObjectKey, PageList, PeerId, PeerUsage, Pending, PutOutcome,
-    RemoveOutcome,
+    RemoveOutcome, Token,
 };
 
 /// Why a peer did not do what it was asked.
@@ -112,13 +112,23 @@ impl Links {
 
     /// A connection to exactly this run of a peer.
     pub(crate) fn link(&self, member: &Member, deadline: Instant) -> Result<Link, LinkError> {
+        self.reach(&member.peer, &member.address, Some(member.boot), deadline)
+    }
+
+    /// A connection to this run of the peer at this address, or to any.
+    pub(crate) fn reach(
+        &self,
+        peer: &PeerId,
+        address: &str,
+        run: Option<Token>,
+        deadline: Instant,
+    ) -> Result<Link, LinkError> {
+        let is_wanted = |tcp: &TcpPeer| run.is_none_or(|run| tcp.boot() == run);
         let mut states = self.lock();
         let pause = loop {
             let now = Instant::now();
-            match states.get(&member.peer) {
-                Some(State::Up(tcp, address))
-                    if tcp.boot() == member.boot && *address == member.address =>
-                {
+            match states.get(peer) {
+                Some(State::Up(tcp, known)) if is_wanted(tcp) && known == address => {
                     let tcp = *tcp;
                     drop(states);
                     return Ok(Link { engine: Arc::clone(&self.engine), tcp });
@@ -136,27 +146,27 @@ impl Links {
                 Some(State::Up(..)) | None => break FIRST_PAUSE,
             }
         };
-        let before = states.insert(member.peer.clone(), State::Connecting);
+        let before = states.insert(peer.clone(), State::Connecting);
         drop(states);
         if let Some(State::Up(old, _)) = before {
             self.engine.disconnect(old);
         }
         let limit = deadline.min(Instant::now() + self.limit);
-        let made = match member.address.parse() {
+        let made = match address.parse() {
             Ok(address) => self.engine.connect(address, &self.secret, limit).map_err(|error| {
-                tracing::debug!(peer = %member.peer, %error, "a peer cannot be reached");
+                tracing::debug!(%peer, %error, "a peer cannot be reached");
                 LinkError::from(error)
             }),
             Err(_) => Err(LinkError::Down),
         };
         let state = match &made {
-            Ok(tcp) => State::Up(*tcp, member.address.clone()),
+            Ok(tcp) => State::Up(*tcp, address.to_owned()),
             Err(_) => State::Down { until: Instant::now() + pause, pause },
         };
-        self.lock().insert(member.peer.clone(), state);
+        self.lock().insert(peer.clone(), state);
         self.changed.notify_all();
         let tcp = made?;
-        if tcp.boot() == member.boot {
+        if is_wanted(&tcp) {
             Ok(Link { engine: Arc::clone(&self.engine), tcp })
         } else {
             Err(LinkError::Restarted)
@@ -213,6 +223,11 @@ impl Link {
     /// Whether both are the same connection.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.tcp == other.tcp
+    }
+
+    /// Asks in words of its own.
+    pub(crate) fn call(&self, request: &[u8], deadline: Instant) -> Result<Vec<u8>, LinkError> {
+        Ok(self.engine.call(&self.tcp, request, deadline)?)
     }
 
     /// Leases objects, to read their pages without the peer.

@@ -18,8 +18,8 @@ use ucm_remote::{
 };
 
 use crate::kit::{
-    Node, PAGE, Proxy, Setup, WATCHDOG, Way, directory, each_way, eventually, idle, key, range,
-    soon,
+    Node, PAGE, Proxy, Random, Setup, WATCHDOG, Way, directory, each_way, eventually, idle, key,
+    range, soon,
 };
 
 /// A node that others reach through a proxy.
@@ -396,10 +396,12 @@ fn f10_an_agent_that_ends_while_it_pulls_leaves_nothing() {
 }
 
 /// F11: threads read mixed shapes from two peers whose connections are delayed, cut and refused, and
-/// whose objects are removed and written anew, over media too small for the keys.
+/// whose objects are removed and written anew, over media too small for the keys. How many faults there are
+/// says `UCM_POOL_FAULTS` (default 1,500).
 #[test]
 fn f11_random_faults_cost_reads_and_never_bytes() {
-    const FAULTS: u64 = 1500;
+    let faults: u64 =
+        std::env::var("UCM_POOL_FAULTS").ok().and_then(|text| text.parse().ok()).unwrap_or(1500);
     const KEYS: u64 = 24;
     let len = 5 * PAGE + 123;
     let directory = directory();
@@ -448,7 +450,7 @@ fn f11_random_faults_cost_reads_and_never_bytes() {
             });
         }
         let mut random = Random(4711);
-        for fault in 0..FAULTS {
+        for fault in 0..faults {
             if fault % 100 == 99 {
                 // Whatever happened, it does not stay.
                 for (_, proxy) in &peers {
@@ -487,29 +489,4 @@ fn f11_random_faults_cost_reads_and_never_bytes() {
     idle(&reader);
     drop(reader);
     peers.iter().for_each(|(node, _)| idle(node));
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit.max(1)
-    }
-
-    fn ranges(&mut self, len: u64) -> Vec<ucm_remote::ByteRange> {
-        match self.below(3) {
-            0 => vec![range(0, len)],
-            1 => {
-                let offset = self.below(len);
-                vec![range(offset, 1 + self.below(len - offset))]
-            }
-            _ => {
-                let cut = 1 + self.below(len - 2);
-                vec![range(cut, len - cut), range(0, cut)]
-            }
-        }
-    }
 }

@@ -517,3 +517,29 @@ impl TransferEngine for Gated {
         self.engine.quiesce(target, deadline)
     }
 }
+
+/// xorshift.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit.max(1)
+    }
+
+    pub(crate) fn ranges(&mut self, len: u64) -> Vec<ByteRange> {
+        match self.below(3) {
+            0 => vec![range(0, len)],
+            1 => {
+                let offset = self.below(len);
+                vec![range(offset, 1 + self.below(len - offset))]
+            }
+            _ => {
+                let cut = 1 + self.below(len - 2);
+                vec![range(cut, len - cut), range(0, cut)]
+            }
+        }
+    }
+}

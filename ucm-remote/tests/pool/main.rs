@@ -10,6 +10,8 @@
 mod faults;
 mod install;
 mod kit;
+mod partition;
+mod processes;
 mod put;
 mod ranged;
 mod ranks;
