@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod agent;
+mod backend;
 mod client;
 pub mod core;
 mod directory;
@@ -42,6 +43,7 @@ mod served_directory;
 mod service;
 
 pub use agent::{Agent, AgentBuilder, AgentError, AgentStats};
+pub use backend::{PoolBackend, PoolBackendOptions};
 pub use client::PoolClient;
 pub use directory::{Directory, DirectoryError, Epoch, Member, Placement, Record, Tier};
 pub use embedded::{EmbeddedDirectory, EmbeddedLimits};

@@ -54,7 +54,7 @@ pub(crate) use self::{
 };
 use crate::{
     DirectoryError, GetOutcome, HostMedium, Medium as _, MediumUsage, Member, ObjectKey, PeerUsage,
-    PoolClient, Record, Token,
+    PoolBackend, PoolBackendOptions, PoolClient, Record, Token,
     client::Node as _,
     ranks::{Rank, RankServer},
     service::{Link, LinkError, Links},
@@ -228,6 +228,14 @@ impl Agent {
     /// As [`TransferEngine::register`]: the node's memory is registered there.
     pub fn client(&self, engine: Arc<dyn TransferEngine>) -> Result<PoolClient, TransferError> {
         PoolClient::new(Box::new(Arc::clone(&self.inner)), engine)
+    }
+
+    /// The pool as a storage backend of this process.
+    ///
+    /// # Errors
+    /// When a thread is refused.
+    pub fn backend(&self, options: PoolBackendOptions) -> Result<PoolBackend, TransferError> {
+        PoolBackend::start(Box::new(Arc::clone(&self.inner)), options)
     }
 
     /// Lets ranks in other processes in, at a socket file of this name, which must not exist and goes with

@@ -41,7 +41,7 @@ const LEN: u64 = 5 * PAGE + 123;
 const PUTS: u64 = 1000;
 
 /// A process of this binary. Killed when dropped.
-struct Process {
+pub(crate) struct Process {
     child: Child,
     input: ChildStdin,
     lines: mpsc::Receiver<String>,
@@ -49,7 +49,7 @@ struct Process {
 }
 
 impl Process {
-    fn start(what: &str) -> Self {
+    pub(crate) fn start(what: &str) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["processes::entry", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
             .env(MARK, what)
@@ -73,9 +73,22 @@ impl Process {
         Self { child, input, lines, handle }
     }
 
+    pub(crate) fn say(&mut self, order: &str) -> bool {
+        writeln!(self.input, "{order}").is_ok()
+    }
+
+    /// Waits until it takes orders.
+    pub(crate) fn ready(&self) {
+        assert_eq!(self.lines.recv_timeout(WATCHDOG).unwrap(), "ready");
+    }
+
+    pub(crate) fn kill(&self) {
+        signal(&self.handle, Signal::KILL);
+    }
+
     /// What it answers; `None` when it was killed. Anything else that ends it fails the test.
-    fn ask(&mut self, order: &str) -> Option<String> {
-        let said = writeln!(self.input, "{order}").is_ok();
+    pub(crate) fn ask(&mut self, order: &str) -> Option<String> {
+        let said = self.say(order);
         match self.lines.recv_timeout(WATCHDOG) {
             Ok(line) if said => return Some(line),
             Err(mpsc::RecvTimeoutError::Timeout) => panic!("{order}: no answer"),
@@ -111,7 +124,7 @@ fn signal(handle: &OwnedFd, signal: Signal) {
     let _ = pidfd_send_signal(handle, signal);
 }
 
-/// The child: `peer NAME DIRECTORY` or `rank SOCKET`, then one order a line, one answer a line.
+/// The child: `peer NAME DIRECTORY`, `rank SOCKET` or `stack SOCKET`, then one order a line, one answer a line.
 #[test]
 #[ignore = "entry of child processes"]
 fn entry() {
@@ -119,13 +132,14 @@ fn entry() {
     match what.split(' ').collect::<Vec<_>>()[..] {
         ["peer", name, at] => peer(name, at),
         ["rank", socket] => rank(Path::new(socket)),
+        ["stack", socket] => crate::backend::rank(Path::new(socket)),
         _ => panic!("{what}"),
     }
     std::process::exit(0);
 }
 
 #[expect(clippy::print_stdout, reason = "the parent reads it")]
-fn orders(mut obey: impl FnMut(&str, &[u64]) -> String) {
+pub(crate) fn orders(mut obey: impl FnMut(&str, &[u64]) -> String) {
     println!("@@ready");
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
@@ -240,9 +254,8 @@ fn world(pages: u64) -> World {
 
 impl World {
     fn peer(&self, name: &str) -> Process {
-        let mut peer = Process::start(&format!("peer {name} {}", self.server.address()));
-        assert_eq!(peer.lines.recv_timeout(WATCHDOG).unwrap(), "ready");
-        peer.input.flush().unwrap();
+        let peer = Process::start(&format!("peer {name} {}", self.server.address()));
+        peer.ready();
         peer
     }
 
