@@ -10,8 +10,8 @@ use std::{
     collections::VecDeque,
     fmt,
     ops::ControlFlow,
-    path::Path,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    path::{Path, PathBuf},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock},
     thread::JoinHandle,
     time::{Duration, Instant},
 };
@@ -27,6 +27,8 @@ use crate::{
     ranks::Rank,
 };
 
+/// How often another agent is looked for while this one is not there.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// Bytes that are copied at a time: they stay in the caches of a core.
 const COPY: usize = 64 << 10;
 
@@ -68,7 +70,10 @@ pub struct PoolBackend {
 
 #[derive(Debug)]
 struct Shared {
-    node: Box<dyn Node>,
+    node: RwLock<Arc<dyn Node>>,
+    /// Where the agent is asked for anew, and when that was last done.
+    path: Option<PathBuf>,
+    looked: Mutex<Instant>,
     options: PoolBackendOptions,
     queue: Mutex<Queue>,
     rung: Condvar,
@@ -87,20 +92,28 @@ enum Kind {
 }
 
 impl PoolBackend {
-    /// Of the agent that serves ranks at `path`; maps its memory.
+    /// Of the agent that serves ranks at `path`; maps its memory, and that of the agent that takes over from
+    /// it there.
     ///
     /// # Errors
     /// As [`PoolClient::connect`](crate::PoolClient::connect).
     pub fn connect(path: &Path, options: PoolBackendOptions) -> Result<Self, TransferError> {
-        Self::start(Box::new(Rank::connect(path)?), options)
+        Self::start(Arc::new(Rank::connect(path)?), Some(path.to_owned()), options)
     }
 
     pub(crate) fn start(
-        node: Box<dyn Node>,
+        node: Arc<dyn Node>,
+        path: Option<PathBuf>,
         options: PoolBackendOptions,
     ) -> Result<Self, TransferError> {
-        let shared =
-            Arc::new(Shared { node, options, queue: Mutex::default(), rung: Condvar::new() });
+        let shared = Arc::new(Shared {
+            node: RwLock::new(node),
+            path,
+            looked: Mutex::new(Instant::now()),
+            options,
+            queue: Mutex::default(),
+            rung: Condvar::new(),
+        });
         // Those that were started are stopped by the drop.
         let mut backend = Self { shared, threads: Vec::new() };
         for _ in 0..options.threads.max(1) {
@@ -155,7 +168,7 @@ impl Backend for PoolBackend {
     fn contains(&self, keys: &[([u8; 16], u32)]) -> Vec<Presence> {
         let keys: Vec<ObjectKey> =
             keys.iter().map(|(block, shard)| self.shared.key(block, *shard)).collect();
-        let said = self.shared.node.exists(&keys, self.shared.deadline());
+        let said = self.shared.node().exists(&keys, self.shared.deadline());
         said.into_iter()
             .map(|said| match said {
                 Ok(Some(_)) => Presence::There,
@@ -171,14 +184,14 @@ impl Backend for PoolBackend {
             .iter()
             .flat_map(|block| shards.clone().map(|shard| self.shared.key(block, shard)))
             .collect();
-        self.shared.node.touch(&keys);
+        self.shared.node().touch(&keys);
         Ok(())
     }
 
     fn remove(&self, keys: &[([u8; 16], u32)]) -> Vec<Result<(), StoreError>> {
         let keys: Vec<ObjectKey> =
             keys.iter().map(|(block, shard)| self.shared.key(block, *shard)).collect();
-        let outcomes = self.shared.node.remove(&keys, self.shared.deadline());
+        let outcomes = self.shared.node().remove(&keys, self.shared.deadline());
         outcomes
             .into_iter()
             .map(|outcome| match outcome {
@@ -239,6 +252,26 @@ impl Shared {
         ObjectKey { block: *block, identity }
     }
 
+    fn node(&self) -> Arc<dyn Node> {
+        Arc::clone(&self.node.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// The agent, or a peer of it, cannot be reached: perhaps another agent has taken over.
+    fn look_for_another(&self, node: &dyn Node) {
+        let Some(path) = &self.path else { return };
+        // One thread looks, and not for every operation.
+        let Ok(mut looked) = self.looked.try_lock() else { return };
+        if looked.elapsed() < LOOK_EVERY {
+            return;
+        }
+        if node.is_over()
+            && let Ok(next) = Rank::connect(path)
+        {
+            *self.node.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
+        }
+        *looked = Instant::now();
+    }
+
     fn deadline(&self) -> Instant {
         Instant::now() + self.options.patience
     }
@@ -263,7 +296,12 @@ impl Shared {
         let (kind, op, until) = first;
         if kind == Kind::Dump {
             drop(queue);
-            let result = self.dump(&op, until);
+            let node = self.node();
+            let outcome = self.put(&*node, &op, until);
+            if outcome == PutOutcome::PeerDown {
+                self.look_for_another(&*node);
+            }
+            let result = dumped(outcome, op.memory().len());
             op.finish(result);
             return true;
         }
@@ -289,7 +327,9 @@ impl Shared {
                 will_read_all: true,
             }
         });
-        let mut call = self.node.call(wants.collect(), until);
+        let node = self.node();
+        let mut call = node.call(wants.collect(), until);
+        let mut is_down = false;
         let mut loads: Vec<Loading> = ops
             .into_iter()
             .map(|op| {
@@ -302,7 +342,7 @@ impl Shared {
                 Happened::Ready(delivered) => {
                     let Some(load) = loads.get_mut(delivered.index) else { continue };
                     if let Some(op) = &load.op {
-                        load.failed |= self.copy_out(&delivered, op.memory()).is_none();
+                        load.failed |= copy_out(&*node, &delivered, op.memory()).is_none();
                     }
                     let (last, outcome) = (delivered.last, delivered.outcome);
                     // The pages go before anybody is told.
@@ -312,6 +352,7 @@ impl Shared {
                     }
                 }
                 Happened::Ended(index, outcome) => {
+                    is_down |= outcome == GetOutcome::PeerDown;
                     if let Some(load) = loads.get_mut(index) {
                         self.end(load, outcome);
                     }
@@ -319,6 +360,9 @@ impl Shared {
             }
         }
         // All have ended; who has not, is told so by the drop.
+        if is_down {
+            self.look_for_another(&*node);
+        }
     }
 
     fn end(&self, load: &mut Loading, outcome: GetOutcome) {
@@ -337,7 +381,7 @@ impl Shared {
             GetOutcome::Miss => error(ErrorKind::Missing, "no peer has it"),
             GetOutcome::Stale => {
                 // Gone, or of another length: only the second is somebody's mistake.
-                let said = self.node.exists(&[*key], self.deadline()).pop();
+                let said = self.node().exists(&[*key], self.deadline()).pop();
                 match said {
                     Some(Ok(Some(there))) if there != len => error(
                         ErrorKind::Corrupt,
@@ -358,34 +402,13 @@ impl Shared {
         }
     }
 
-    /// From the node's pages into the operation's memory.
-    fn copy_out(&self, delivered: &Delivered, to: &IoMemory) -> Option<()> {
-        let len = to.len() as u64;
-        let mut buffer = vec![0; COPY.min(to.len())];
-        let mut copy = |at: u64, len: u64, place: u64| {
-            let place = usize::try_from(place).ok()?;
-            self.pieces(&delivered.pages, at, len, |memory, from, before, count| {
-                let buffer = buffer.get_mut(..count)?;
-                memory.read(from, buffer).ok()?;
-                to.write(place + before, buffer).ok()
-            })
-        };
-        if delivered.parts.is_empty() {
-            return copy(0, len, 0);
-        }
-        delivered.parts.iter().try_for_each(|(index, at)| {
-            let range = ranges(len).nth(*index)?;
-            copy(*at, range.len, range.offset)
-        })
-    }
-
-    fn dump(&self, op: &Op, until: Instant) -> Result<(), StoreError> {
+    fn put(&self, node: &dyn Node, op: &Op, until: Instant) -> PutOutcome {
         let len = op.memory().len() as u64;
         let key = self.key(op.block(), op.shard());
-        let outcome = match self.node.begin_put(&key, len, until) {
+        match node.begin_put(&key, len, until) {
             Ok(put) => {
                 let mut buffer = vec![0; COPY.min(op.memory().len())];
-                let copied = self.pieces(put.pages(), 0, len, |memory, to, before, count| {
+                let copied = pieces(node, put.pages(), 0, len, |memory, to, before, count| {
                     let buffer = buffer.get_mut(..count)?;
                     op.memory().read(before, buffer).ok()?;
                     memory.write(to, buffer).ok()
@@ -393,52 +416,75 @@ impl Shared {
                 if copied.is_some() { put.commit(until) } else { PutOutcome::Failed }
             }
             Err(outcome) => outcome,
-        };
-        match outcome {
-            PutOutcome::Created | PutOutcome::AlreadyExists => Ok(()),
-            PutOutcome::Conflict => error(
-                ErrorKind::Invalid,
-                format!("an object of this key is there with another length than {len}"),
-            ),
-            PutOutcome::Invalid => error(ErrorKind::Invalid, "an object that cannot be stored"),
-            PutOutcome::TooLarge => {
-                error(ErrorKind::NoSpace, format!("no peer can ever hold {len} bytes"))
-            }
-            PutOutcome::NoSpace => error(ErrorKind::NoSpace, format!("no room for {len} bytes")),
-            PutOutcome::Failed => error(ErrorKind::Io, "the bytes could not be copied"),
-            PutOutcome::Busy | PutOutcome::PeerDown | PutOutcome::Timeout | PutOutcome::Stale => {
-                error(ErrorKind::Unavailable, format!("the pool: {outcome:?}"))
-            }
         }
-    }
-
-    /// Pieces of at most [`COPY`] bytes of a range of pages: memory, place in it, bytes before, count.
-    fn pieces(
-        &self,
-        pages: &PageList,
-        offset: u64,
-        len: u64,
-        mut each: impl FnMut(&Memory, usize, usize, usize) -> Option<()>,
-    ) -> Option<()> {
-        let mut good = true;
-        let walked = walk(pages, ByteRange { offset, len }, |fragment| {
-            let mut copy = || {
-                let index = usize::try_from(fragment.addr.region.index).ok()?;
-                let memory = self.node.segments().get(index)?;
-                let from = usize::try_from(fragment.addr.offset).ok()?;
-                let before = usize::try_from(fragment.before).ok()?;
-                let count = usize::try_from(fragment.len).ok()?;
-                (0..count)
-                    .step_by(COPY)
-                    .try_for_each(|at| each(memory, from + at, before + at, COPY.min(count - at)))
-            };
-            good &= copy().is_some();
-            if good { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
-        });
-        (good && walked.is_ok()).then_some(())
     }
 }
 
+fn dumped(outcome: PutOutcome, len: usize) -> Result<(), StoreError> {
+    match outcome {
+        PutOutcome::Created | PutOutcome::AlreadyExists => Ok(()),
+        PutOutcome::Conflict => error(
+            ErrorKind::Invalid,
+            format!("an object of this key is there with another length than {len}"),
+        ),
+        PutOutcome::Invalid => error(ErrorKind::Invalid, "an object that cannot be stored"),
+        PutOutcome::TooLarge => {
+            error(ErrorKind::NoSpace, format!("no peer can ever hold {len} bytes"))
+        }
+        PutOutcome::NoSpace => error(ErrorKind::NoSpace, format!("no room for {len} bytes")),
+        PutOutcome::Failed => error(ErrorKind::Io, "the bytes could not be copied"),
+        PutOutcome::Busy | PutOutcome::PeerDown | PutOutcome::Timeout | PutOutcome::Stale => {
+            error(ErrorKind::Unavailable, format!("the pool: {outcome:?}"))
+        }
+    }
+}
+
+/// From the node's pages into the operation's memory.
+fn copy_out(node: &dyn Node, delivered: &Delivered, to: &IoMemory) -> Option<()> {
+    let len = to.len() as u64;
+    let mut buffer = vec![0; COPY.min(to.len())];
+    let mut copy = |at: u64, len: u64, place: u64| {
+        let place = usize::try_from(place).ok()?;
+        pieces(node, &delivered.pages, at, len, |memory, from, before, count| {
+            let buffer = buffer.get_mut(..count)?;
+            memory.read(from, buffer).ok()?;
+            to.write(place + before, buffer).ok()
+        })
+    };
+    if delivered.parts.is_empty() {
+        return copy(0, len, 0);
+    }
+    delivered.parts.iter().try_for_each(|(index, at)| {
+        let range = ranges(len).nth(*index)?;
+        copy(*at, range.len, range.offset)
+    })
+}
+
+/// Pieces of at most [`COPY`] bytes of a range of pages: memory, place in it, bytes before, count.
+fn pieces(
+    node: &dyn Node,
+    pages: &PageList,
+    offset: u64,
+    len: u64,
+    mut each: impl FnMut(&Memory, usize, usize, usize) -> Option<()>,
+) -> Option<()> {
+    let mut good = true;
+    let walked = walk(pages, ByteRange { offset, len }, |fragment| {
+        let mut copy = || {
+            let index = usize::try_from(fragment.addr.region.index).ok()?;
+            let memory = node.segments().get(index)?;
+            let from = usize::try_from(fragment.addr.offset).ok()?;
+            let before = usize::try_from(fragment.before).ok()?;
+            let count = usize::try_from(fragment.len).ok()?;
+            (0..count)
+                .step_by(COPY)
+                .try_for_each(|at| each(memory, from + at, before + at, COPY.min(count - at)))
+        };
+        good &= copy().is_some();
+        if good { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
+    });
+    (good && walked.is_ok()).then_some(())
+}
 impl fmt::Debug for PoolBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PoolBackend")

@@ -54,6 +54,11 @@ pub(crate) trait Node: fmt::Debug + Send + Sync {
     /// The medium's segments and the arena.
     fn segments(&self) -> &[Memory];
 
+    /// Another agent answers in its place, with other memory.
+    fn is_over(&self) -> bool {
+        false
+    }
+
     fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events>;
 
     /// Takes memory for an object.

@@ -24,7 +24,7 @@ use super::{
     source::Ended,
     table::Table,
 };
-use crate::{Directory, HostMedium, PeerId, PlacementStrategy, service::Links};
+use crate::{Directory, HostMedium, PeerId, PlacementStrategy, Token, service::Links};
 
 /// Why an agent could not be started.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -253,6 +253,7 @@ impl AgentBuilder {
             puller: Puller::new(options.pulls),
             announcer: Arc::new(Announcer::default()),
             options,
+            run: Token::random().map_err(|error| AgentError::System(error.to_string()))?,
             medium,
             segments,
             shared,

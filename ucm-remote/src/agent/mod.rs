@@ -139,6 +139,8 @@ pub struct Agent {
 #[derive(Debug)]
 pub(crate) struct Inner {
     options: Options,
+    /// Tells this agent from any other one at the same place.
+    run: Token,
     medium: HostMedium,
     /// The medium's segments and the arena, in the order of their numbers.
     segments: Vec<Memory>,
@@ -235,7 +237,7 @@ impl Agent {
     /// # Errors
     /// When a thread is refused.
     pub fn backend(&self, options: PoolBackendOptions) -> Result<PoolBackend, TransferError> {
-        PoolBackend::start(Box::new(Arc::clone(&self.inner)), options)
+        PoolBackend::start(Arc::new(Arc::clone(&self.inner)), None, options)
     }
 
     /// Lets ranks in other processes in, at a socket file of this name, which must not exist and goes with
@@ -357,6 +359,10 @@ impl fmt::Debug for Agent {
 impl Inner {
     pub(crate) fn segments(&self) -> &[Memory] {
         &self.segments
+    }
+
+    pub(crate) fn run(&self) -> Token {
+        self.run
     }
 
     pub(crate) fn boot(&self) -> Option<Token> {

@@ -45,6 +45,8 @@ pub(crate) struct Rank(Arc<State>);
 
 struct State {
     path: PathBuf,
+    /// Of the agent whose memory is mapped.
+    run: Token,
     boot: Option<Token>,
     /// The medium's segments and the arena's.
     memory: Vec<Memory>,
@@ -100,7 +102,8 @@ impl Rank {
         }
         let connection = Connection::new(socket);
         let idle = Mutex::new(vec![connection]);
-        let state = State { path: path.to_owned(), boot: welcome.boot, memory, idle };
+        let (run, boot) = (welcome.run, welcome.boot);
+        let state = State { path: path.to_owned(), run, boot, memory, idle };
         Ok(Self(Arc::new(state)))
     }
 
@@ -115,7 +118,7 @@ impl Rank {
         }
         let socket = open(&self.0.path)?;
         let welcome = greet(&socket, false, deadline.min(Instant::now() + HELLO))?;
-        if welcome.boot != self.0.boot {
+        if welcome.run != self.0.run {
             // Another agent, with other memory.
             return Err(Broken::Closed);
         }
@@ -362,6 +365,12 @@ impl Drop for Filling {
 }
 
 impl Node for Rank {
+    fn is_over(&self) -> bool {
+        let limit = Instant::now() + HELLO;
+        let welcome = open(&self.0.path).and_then(|socket| greet(&socket, false, limit));
+        welcome.is_ok_and(|welcome| welcome.run != self.0.run)
+    }
+
     fn segments(&self) -> &[Memory] {
         &self.0.memory
     }

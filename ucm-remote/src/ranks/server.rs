@@ -157,6 +157,7 @@ fn serve(state: &Arc<State>, socket: &Socket) -> Result<(), Broken> {
     let wants_memory = body.last() == Some(&1);
     let shared = &state.shared;
     let welcome = wire::Welcome {
+        run: state.inner.run(),
         boot: state.inner.boot(),
         segments: if wants_memory { shared.fds() } else { 0 },
         geometries: if wants_memory { shared.geometries() } else { Vec::new() },

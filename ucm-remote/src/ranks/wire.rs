@@ -2,8 +2,8 @@
 //!
 //! | kind | from | body |
 //! |---|---|---|
-//! | 1 hello | rank | magic `UCMRANK1` (8), 1 if it wants the memory (1) |
-//! | 2 welcome | agent | magic (8), 1 and its boot token if it serves others, else 17 zeros (17), segments (4), per medium and arena: length (4) and geometry; then the descriptors |
+//! | 1 hello | rank | magic `UCMRANK2` (8), 1 if it wants the memory (1) |
+//! | 2 welcome | agent | magic (8), token of this run of the agent (16), 1 and its boot token if it serves others, else 17 zeros (17), segments (4), per medium and arena: length (4) and geometry; then the descriptors |
 //! | 3 get | rank | ns left (8), 0 (1), keys (4), per key: key (48), length (8); then *ranges* |
 //! | 4 get again | rank | ns left (8), *ranges* of the keys of the last get on this connection |
 //! | 5 done | rank | pins (8 each) |
@@ -35,7 +35,7 @@ use crate::{
     service::wire::{Fields, Malformed, get_outcome, put_key},
 };
 
-pub(super) const MAGIC: [u8; 8] = *b"UCMRANK1";
+pub(super) const MAGIC: [u8; 8] = *b"UCMRANK2";
 
 pub(super) const HELLO: u8 = 1;
 pub(super) const WELCOME: u8 = 2;
@@ -269,6 +269,8 @@ pub(super) fn take_plain_keys(fields: &mut Fields<'_>) -> Result<Vec<ObjectKey>,
 /// What an agent shows a rank first.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Welcome {
+    /// Whose memory it is.
+    pub(super) run: Token,
     pub(super) boot: Option<Token>,
     pub(super) segments: usize,
     /// Of the medium, and of the arena.
@@ -279,6 +281,7 @@ impl Welcome {
     pub(super) fn encode(&self) -> Vec<u8> {
         let mut out = frame(WELCOME);
         out.extend_from_slice(&MAGIC);
+        out.extend_from_slice(&self.run.0);
         out.push(u8::from(self.boot.is_some()));
         out.extend_from_slice(&self.boot.unwrap_or(Token([0; 16])).0);
         put_u32(&mut out, self.segments);
@@ -294,6 +297,7 @@ impl Welcome {
         if fields.array()? != MAGIC {
             return Err(Malformed("no agent of this version"));
         }
+        let run = Token(fields.array()?);
         let (serves, token) = (fields.u8()? == 1, Token(fields.array()?));
         let segments = take_index(&mut fields)?;
         let mut geometries = Vec::new();
@@ -301,7 +305,7 @@ impl Welcome {
             let len = take_index(&mut fields)?;
             geometries.push(fields.bytes(len)?.to_vec());
         }
-        Ok(Self { boot: serves.then_some(token), segments, geometries })
+        Ok(Self { run, boot: serves.then_some(token), segments, geometries })
     }
 }
 

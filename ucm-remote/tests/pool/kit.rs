@@ -113,6 +113,8 @@ pub(crate) struct Setup {
     pub(crate) pages: u64,
     pub(crate) page_bytes: u64,
     pub(crate) arena: u64,
+    /// Other nodes are served.
+    pub(crate) serves: bool,
     /// Other processes can map its memory.
     pub(crate) shared: bool,
     pub(crate) build: Box<dyn Fn(AgentBuilder) -> AgentBuilder>,
@@ -125,6 +127,7 @@ impl Setup {
             pages,
             page_bytes: PAGE,
             arena: 8192,
+            serves: true,
             shared: false,
             build: Box::new(|builder| builder),
         }
@@ -154,7 +157,7 @@ impl Setup {
             let medium = HostMedium::new(vec![memory.clone()], limits).unwrap();
             builder = Agent::builder(me, medium, directory, secret()).arena(arena.clone());
         }
-        let builder = builder.listen(loopback());
+        let builder = if self.serves { builder.listen(loopback()) } else { builder };
         let agent = (self.build)(builder).start().unwrap();
         let engine = Arc::new(HostEngine::builder().build().unwrap());
         let client = agent.client(Arc::clone(&engine) as _).unwrap();

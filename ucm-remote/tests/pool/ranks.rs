@@ -10,8 +10,10 @@ use std::{
 };
 
 use ucm_remote::{
-    ByteRange, GetOutcome, PoolClient, PutOutcome, PutRequest, RemotePool as _, Source,
+    ByteRange, GetOutcome, PoolBackend, PoolBackendOptions, PoolClient, PutOutcome, PutRequest,
+    RemotePool as _, Source,
 };
+use ucm_store::Backend as _;
 use ucm_transport::{Addr, HostEngine, Memory, TransferEngine};
 
 use crate::kit::{
@@ -261,6 +263,54 @@ fn ranks_of_an_agent_that_ends_are_told() {
     assert_eq!(rank.ask("remove 3"), "[PeerDown]");
 }
 
+/// Another agent at the same place has other memory, also when neither serves other nodes. Fails when a
+/// rank takes the second agent for the first: the pages that it tells of are read in the first one's memory.
+#[test]
+fn an_agent_that_takes_over_is_not_taken_for_the_first() {
+    let directory = directory();
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("pool.sock");
+    let start = |version| {
+        let setup = Setup { shared: true, serves: false, ..Setup::new("node", 64) };
+        let mut node = setup.start(&directory);
+        node.agent.serve_ranks(&socket).unwrap();
+        (0..4).for_each(|number| assert_eq!(node.put(number, version, 9000), PutOutcome::Created));
+        node
+    };
+    let first = start(1);
+    let options = PoolBackendOptions::new([3; 32], 1);
+    let backend = PoolBackend::connect(&socket, options).unwrap();
+    let load = |number: u64| {
+        let sink = ucm_store::testing::Collector::new();
+        backend.load(vec![sink.op(key(number).block, 0, 9000).1]);
+        let (result, seen) = sink.wait_one();
+        result.map(|()| (1..=2).find(|version| seen == bytes(number, *version, range(0, 9000))))
+    };
+    assert_eq!(load(0), Ok(Some(1)));
+    let mut rank = Rank::start(&socket);
+    assert_eq!(rank.ask("get 0 1 1 9000 0 9000"), "[Local]");
+    drop(first);
+    assert_eq!(rank.ask("get 0 1 1 9000 0 9000"), "[PeerDown]");
+    assert_eq!(load(1), Err(ucm_store::ErrorKind::Unavailable));
+    let second = start(2);
+    assert_eq!(rank.ask("get 0 1 2 9000 0 9000"), "[PeerDown]", "it has the first one's memory");
+    // A backend maps the memory anew by itself.
+    eventually("the backend has found the second", || match load(2) {
+        Ok(version) => {
+            assert_eq!(version, Some(2));
+            true
+        }
+        Err(kind) => {
+            assert_eq!(kind, ucm_store::ErrorKind::Unavailable);
+            false
+        }
+    });
+    let mut rank = Rank::start(&socket);
+    assert_eq!(rank.ask("get 0 1 2 9000 0 9000"), "[Local]");
+    drop((rank, backend));
+    idle(&second);
+}
+
 /// A neighbour's memory comes by its socket.
 #[test]
 fn a_neighbour_is_read_without_its_service() {
@@ -282,7 +332,7 @@ fn nonsense_ends_its_connection_only() {
     let world = world(16);
     world.owner.publish(&world.directory, 1, 0, 8192);
     let mut rank = Rank::start(&world.socket);
-    let hello = [&[10, 0, 0, 0, 1][..], b"UCMRANK1", &[0]].concat();
+    let hello = [&[10, 0, 0, 0, 1][..], b"UCMRANK2", &[0]].concat();
     for nonsense in [
         b"GET / HTTP/1.1\r\n\r\n".to_vec(),
         vec![0; 64],
