@@ -18,7 +18,7 @@ use crate::{
     compare, crash, ctrl, directory,
     document::Document,
     error::{BenchError, exit_code},
-    load, net, ranges, report, staging, suite, trace,
+    file, load, net, ranges, report, staging, suite, trace,
 };
 
 /// Options of all subcommands.
@@ -74,6 +74,8 @@ enum Command {
     Ranges(ranges::Args),
     /// Who has what: routes, announcements, and a peer that goes
     Directory(directory::Args),
+    /// Objects in files, against a bare loop over a ring
+    File(file::Args),
     /// Request traces against cache policies
     Trace(trace::Args),
     /// The standard set, its tables, run.json and report.html
@@ -130,6 +132,7 @@ fn document(workload: &Command, common: &Common) -> Result<Document, BenchError>
         Command::Load(args) => load::run(args, common),
         Command::Net(args) => net::run(args, common),
         Command::Directory(args) => directory::run(args, common),
+        Command::File(args) => file::run(args, common),
         Command::Ranges(args) => ranges::run(args, common),
         Command::Staging(args) => staging::run(args, common),
         Command::Trace(args) => trace::run(args, common),

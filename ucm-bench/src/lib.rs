@@ -23,6 +23,7 @@ mod document;
 mod env;
 mod error;
 mod figure;
+mod file;
 mod load;
 mod net;
 mod plot;

@@ -122,6 +122,18 @@ const JOBS: &[Job] = &[
         seconds: (30, 1),
     },
     Job {
+        name: "file",
+        full: "file --total-bytes 536870912 --verify",
+        quick: "file --total-bytes 33554432 --runs 1 --restart-objects 0 --verify",
+        seconds: (40, 2),
+    },
+    Job {
+        name: "file-8448",
+        full: "file --object-bytes 8448 --total-bytes 268435456 --restart-objects 0 --verify",
+        quick: "file --object-bytes 8448 --total-bytes 33554432 --runs 1 --restart-objects 0 --verify",
+        seconds: (40, 2),
+    },
+    Job {
         name: "trace-conversation",
         full: "trace --trace conversation",
         quick: "trace --trace conversation --requests 2000",

@@ -46,6 +46,9 @@
 //! ```
 
 mod backend;
+#[cfg(any(test, feature = "__bare"))]
+#[doc(hidden)]
+pub mod bare;
 mod delay_line;
 mod error;
 mod fault;

@@ -2,7 +2,7 @@
 //!
 //! **Invariant:** what cannot work is refused when the backend is opened, not later.
 
-use std::{fmt, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{fmt, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration};
 
 /// What survives what.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -104,6 +104,16 @@ pub struct FileConfig {
     pub memory: MemoryOwner,
     /// When dumps are on the device. Default `None`.
     pub durability: Durability,
+    /// Objects of fewer bytes are packed, many in one file; 0: none. Default 131,072.
+    pub packed_below: usize,
+    /// Bytes after which another file is begun for packed objects, 1 MiB to 256 GiB. Default 64 MiB.
+    pub segment_bytes: u64,
+    /// Bytes that this namespace may take on its file system, as allocated there; 0: no limit. Above
+    /// it, what was used longest ago goes, down to nine tenths. Each process may exceed it by a
+    /// sixty-fourth until it notices. Default 0.
+    pub quota_bytes: u64,
+    /// How long a call may take before the device counts as not answering. Default 10 s.
+    pub stall_after: Duration,
     /// Provably corrupt objects are kept aside for inspection, at most this many; more are
     /// deleted. Default 64.
     pub quarantine_files: usize,
@@ -121,6 +131,10 @@ impl FileConfig {
             depth: 32,
             memory: MemoryOwner::default(),
             durability: Durability::default(),
+            packed_below: 128 << 10,
+            segment_bytes: 64 << 20,
+            quota_bytes: 0,
+            stall_after: Duration::from_secs(10),
             quarantine_files: 64,
         }
     }
@@ -164,6 +178,34 @@ impl FileConfig {
     #[must_use]
     pub fn durability(mut self, durability: Durability) -> Self {
         self.durability = durability;
+        self
+    }
+
+    /// Sets below how many bytes objects are packed.
+    #[must_use]
+    pub fn packed_below(mut self, bytes: usize) -> Self {
+        self.packed_below = bytes;
+        self
+    }
+
+    /// Sets after how many bytes another file is begun for packed objects.
+    #[must_use]
+    pub fn segment_bytes(mut self, bytes: u64) -> Self {
+        self.segment_bytes = bytes;
+        self
+    }
+
+    /// Sets the quota.
+    #[must_use]
+    pub fn quota_bytes(mut self, bytes: u64) -> Self {
+        self.quota_bytes = bytes;
+        self
+    }
+
+    /// Sets after what time a device counts as not answering.
+    #[must_use]
+    pub fn stall_after(mut self, time: Duration) -> Self {
+        self.stall_after = time;
         self
     }
 

@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
 use xxhash_rust::xxh3::Xxh3Default;
@@ -17,6 +17,7 @@ use super::{
     failpoint::{FileStep, Injected},
     header::{HEADER_BYTES, HeaderBlock, file_bytes},
     object::{Unread, check_header, check_length},
+    reading::Reading,
     sys::{self, Incomplete},
     transfer::{Progress, Transfer, empty},
 };
@@ -46,19 +47,29 @@ fn split(memory: &IoMemory, in_place: bool, align: usize) -> usize {
     if in_place && aligned { memory.len() / align * align } else { 0 }
 }
 
-impl DirectRead {
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+impl Reading for DirectRead {
+    fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    pub(super) fn transfer(&mut self) -> &mut Transfer {
+    fn transfer(&mut self) -> &mut Transfer {
         &mut self.transfer
+    }
+
+    fn end(self: Box<Self>, inner: &Inner, moved: Result<(), Incomplete>) {
+        let result = inner.judge(&self, moved).map_err(|unread| {
+            if unread.proved {
+                inner.quarantine(&self.op, self.file.as_fd(), &unread.error);
+            }
+            unread.error
+        });
+        self.op.finish(result);
     }
 }
 
 impl Inner {
     /// Opens the object of an operation and plans its read. What cannot be read ends here.
-    pub(super) fn start_read(&self, op: Op) -> Option<Box<DirectRead>> {
+    pub(super) fn start_read(&self, op: Op) -> Option<Box<dyn Reading>> {
         match self.plan_read(&op) {
             Ok((file, buffer, transfer, in_place, whole, file_len)) => {
                 Some(Box::new(DirectRead { op, file, buffer, transfer, in_place, whole, file_len }))
@@ -81,6 +92,7 @@ impl Inner {
             .open_object(op.block(), op.shard(), true)
             .map_err(|e| self.unopened(op, &e))?;
         let stat = rustix::fs::fstat(&file).map_err(|e| self.io_error("stat", op, &e.into()))?;
+        self.renew(file.as_fd(), stat.st_mtime);
         let file_len = u64::try_from(stat.st_size).unwrap_or(0);
         let len = op.memory().len();
         let whole = file_bytes(len as u64) == Some(file_len);
@@ -101,17 +113,6 @@ impl Inner {
         let place = unsafe { sys::RawSpan::new(op.memory().as_ptr(), in_place) };
         let spans = [buffer.span(0, HEADER_BYTES), place, buffer.span(HEADER_BYTES, rest)];
         Ok((file, buffer, Transfer::new(0, spans, self.mode.align), in_place, whole, file_len))
-    }
-
-    /// Ends a read whose transfer is over.
-    pub(super) fn end_read(&self, read: Box<DirectRead>, moved: Result<(), Incomplete>) {
-        let result = self.judge(&read, moved).map_err(|unread| {
-            if unread.proved {
-                self.quarantine(&read.op, read.fd(), &unread.error);
-            }
-            unread.error
-        });
-        read.op.finish(result);
     }
 
     fn judge(&self, read: &DirectRead, moved: Result<(), Incomplete>) -> Result<(), Unread> {
@@ -160,7 +161,8 @@ impl Inner {
                 format!("payload checksum {computed:#x}, stored {:#x}", header.payload_hash),
             );
             // Memory may be shared: only the file's own bytes prove the file wrong.
-            let proved = *in_place == 0 || !self.file_is_good(read.fd(), len, header.payload_hash);
+            let proved =
+                *in_place == 0 || !self.file_is_good(read.file.as_fd(), len, header.payload_hash);
             return Err(Unread { error, proved });
         }
         Ok(())
@@ -178,28 +180,6 @@ impl Inner {
             // A failing device proves nothing.
             _ => true,
         }
-    }
-
-    /// Does a read in this thread.
-    pub(super) fn read_in_thread(&self, mut read: Box<DirectRead>) {
-        let moved = loop {
-            let moved = match self.failpoints.inject(FileStep::Read, read.transfer.left()) {
-                Some(Injected::Error(e)) => Err(e),
-                Some(Injected::Short(most)) => {
-                    sys::readv(read.file.as_fd(), read.transfer.next()).map(|n| n.min(most))
-                }
-                Some(Injected::Stall(stall)) => {
-                    stall.wait();
-                    continue;
-                }
-                None => sys::readv(read.file.as_fd(), read.transfer.next()),
-            };
-            match read.transfer.advance(moved) {
-                Progress::More => {}
-                Progress::Ended(end) => break end,
-            }
-        };
-        self.end_read(read, moved);
     }
 
     /// Writes header and payload of an operation with one call, past the page cache.
@@ -256,11 +236,5 @@ impl Inner {
                 Progress::Ended(end) => return end.map_err(super::object::unwritten),
             }
         }
-    }
-}
-
-impl AsRawFd for DirectRead {
-    fn as_raw_fd(&self) -> i32 {
-        self.file.as_raw_fd()
     }
 }

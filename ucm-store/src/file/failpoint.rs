@@ -167,6 +167,17 @@ pub const NAMES: &[&str] = &[
     "file.sync.after",
     "file.write.after",
     "file.write.half",
+    "gc.block.after",
+    "gc.block.before",
+    "gc.segment.after",
+    "gc.segment.before",
+    "packed.append.after",
+    "packed.append.before",
+    "packed.append.half",
+    "packed.create.after",
+    "packed.index.after",
+    "packed.index.before",
+    "packed.write.after",
 ];
 
 #[cfg(test)]

@@ -4,26 +4,33 @@
 //! and renamed. What a load reports as good was verified in the memory where it lies. Several
 //! processes may use one directory; a process killed at any instant leaves whole objects or none.
 
+mod breaker;
 mod buffers;
 mod config;
 mod direct;
 mod failpoint;
+mod gc;
 mod header;
 mod object;
+mod packed;
 mod pool;
+mod reading;
 mod ring;
 mod rings;
 mod space;
+mod switch;
 mod sys;
 mod transfer;
+mod watch;
 
 use std::{
     collections::HashSet,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
-    time::{SystemTime, UNIX_EPOCH},
+    thread::JoinHandle,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 pub use config::{Durability, FileConfig, FileIo, FileMode, MemoryOwner};
@@ -32,11 +39,16 @@ pub use failpoint::NAMES as FAILPOINTS;
 pub use failpoint::{FileFault, FileStep, Stall};
 
 use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError};
+use breaker::Breaker;
 use buffers::Buffers;
 use failpoint::FailPoints;
+use packed::Packed;
 use pool::{Lane, Pool};
+use reading::Start;
 use rings::Rings;
 use space::{Aside, Space};
+use switch::Switch;
+use watch::Watch;
 
 type Key = ([u8; 16], u32);
 
@@ -58,12 +70,15 @@ pub struct FileBackend {
     pool: Pool<Job>,
     mode: FileMode,
     depth: usize,
+    watcher: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
 enum Job {
     Load(Op),
+    Read(Start),
     Dump(Op),
+    Pack(Vec<Op>),
     Touch([u8; 16]),
 }
 
@@ -71,11 +86,20 @@ enum Job {
 #[derive(Debug)]
 struct Inner {
     space: Space,
+    packed: Packed,
+    packed_below: usize,
     descriptor: Vec<u8>,
     durability: Durability,
     mode: Mode,
     buffers: Buffers,
     failpoints: FailPoints,
+    watch: Arc<Watch>,
+    switch: Mutex<Switch>,
+    quota_bytes: u64,
+    /// Whether this process knows how much is used.
+    surveyed: AtomicBool,
+    /// Bytes stored since then.
+    stored: AtomicU64,
     counters: Counters,
     last_generation: AtomicU64,
     /// Corrupt objects that could not be put aside.
@@ -92,7 +116,11 @@ struct Mode {
 
 #[derive(Debug, Default)]
 struct Counters {
+    used_bytes: AtomicU64,
+    evicted: AtomicU64,
+    refused_dumps: AtomicU64,
     strangers: AtomicU64,
+    index_damage: AtomicU64,
     quarantined: AtomicU64,
     corrupt_deleted: AtomicU64,
     temps_removed: AtomicU64,
@@ -112,6 +140,22 @@ pub struct FileReport {
     pub temps_removed: u64,
     /// Blocks whose touch failed.
     pub touch_failures: u64,
+    /// Allocated bytes when the namespace was last looked through (which a quota or a full disk causes).
+    pub used_bytes: u64,
+    /// Blocks and segments that this process removed to make room.
+    pub evicted: u64,
+    /// Dumps refused because the disk was full a moment ago.
+    pub refused_dumps: u64,
+    /// Whether dumps are refused now.
+    pub stores_off: bool,
+    /// How often the device stopped answering.
+    pub stalls: u64,
+    /// Calls that take longer than they may, now.
+    pub stalled_calls: u64,
+    /// Packed objects in the index.
+    pub packed_objects: u64,
+    /// Damaged entries of the index of packed objects, found when it was opened and made anew.
+    pub index_damage: u64,
     /// Completions of no request: a bug in the kernel or here. They change nothing.
     pub strangers: u64,
 }
@@ -158,7 +202,19 @@ impl FileBackend {
                 .map_err(|e| missing.push(format!("O_DIRECT in {}: {e}", dir.display())))
                 .ok(),
         };
-        let counters = Counters { temps_removed: temps_removed.into(), ..Counters::default() };
+        let (packed, found) = Packed::open(
+            space.path(),
+            &descriptor,
+            align.is_some(),
+            config.segment_bytes,
+            &buffers,
+        )
+        .map_err(unusable)?;
+        let counters = Counters {
+            temps_removed: (temps_removed + found.orphans).into(),
+            index_damage: found.damaged.into(),
+            ..Counters::default()
+        };
         let private = matches!(config.memory, MemoryOwner::Private);
         let by_threads = Mode {
             direct: align.is_some(),
@@ -167,8 +223,22 @@ impl FileBackend {
         };
         let locked = matches!(config.memory, MemoryOwner::Locked(_));
         let by_rings = Mode { in_place: private || locked, ..by_threads };
+        let by_ring = align.is_some() && config.io == FileIo::Auto;
+        let most = if by_ring {
+            config.rings.max(1).saturating_mul(config.depth) / 2
+        } else {
+            threads.saturating_sub(1)
+        };
+        let watch = Watch::new(Breaker::new(config.stall_after, most)).map_err(unusable)?;
         let mut inner = Arc::new(Inner {
+            watch: Arc::new(watch),
+            switch: Mutex::default(),
+            quota_bytes: config.quota_bytes,
+            surveyed: AtomicBool::new(false),
+            stored: AtomicU64::new(0),
             space,
+            packed,
+            packed_below: config.packed_below,
             descriptor,
             durability,
             mode: by_rings,
@@ -179,7 +249,7 @@ impl FileBackend {
             refused: Mutex::default(),
         });
         let mut rings = None;
-        if align.is_some() && config.io == FileIo::Auto {
+        if by_ring {
             let kept = match &config.memory {
                 MemoryOwner::Locked(kept) => Some(&**kept),
                 MemoryOwner::Shared | MemoryOwner::Private => None,
@@ -211,7 +281,18 @@ impl FileBackend {
         let pool = Pool::new(threads, move |job| of_pool.run(job))?;
         let depth =
             if rings.is_some() { config.rings.max(1) * config.depth } else { pool.threads() };
-        Ok(Self { inner, rings, pool, mode, depth })
+        let waiting = pool.drainer();
+        let reads = rings.as_ref().map(Rings::drainer);
+        let of_watch = Arc::clone(&inner);
+        let opened = move || {
+            let reads = reads.as_ref().map(|drain| drain()).unwrap_or_default();
+            of_watch.end_as(
+                waiting().into_iter().chain(reads.into_iter().map(Job::Read)),
+                &unanswered(),
+            );
+        };
+        let watcher = Watch::start(&inner.watch, opened).map_err(unusable)?;
+        Ok(Self { inner, rings, pool, mode, depth, watcher: Some(watcher) })
     }
 
     /// What works here.
@@ -225,11 +306,20 @@ impl FileBackend {
     pub fn report(&self) -> FileReport {
         let counters = &self.inner.counters;
         let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (stalls, stalled_calls) = self.inner.watch.breaker.report(Instant::now());
         FileReport {
+            used_bytes: read(&counters.used_bytes),
+            evicted: read(&counters.evicted),
+            refused_dumps: read(&counters.refused_dumps),
+            stores_off: self.inner.switch().is_off(),
+            stalls,
+            stalled_calls,
             quarantined: read(&counters.quarantined),
             corrupt_deleted: read(&counters.corrupt_deleted),
             temps_removed: read(&counters.temps_removed),
             touch_failures: read(&counters.touch_failures),
+            packed_objects: self.inner.packed.len() as u64,
+            index_damage: read(&counters.index_damage),
             strangers: read(&counters.strangers),
         }
     }
@@ -247,8 +337,11 @@ impl FileBackend {
     }
 
     fn submit(&self, lane: Lane, jobs: Vec<Job>) {
+        if self.inner.watch.breaker.is_open() {
+            return self.inner.end_as(jobs, &unanswered());
+        }
         if let Err(left) = self.pool.submit(lane, jobs) {
-            cancel(left);
+            self.inner.end_as(left, &rings::closed());
         }
     }
 }
@@ -260,21 +353,46 @@ impl Backend for FileBackend {
     }
 
     fn load(&self, ops: Vec<Op>) {
+        let (packed, others) = self.inner.packed.find(ops);
+        let groups = packed::groups(packed).into_iter().map(Start::Group);
         if let Some(rings) = &self.rings {
-            if let Err(left) = rings.submit(ops) {
-                Op::finish_all(left.into_iter().map(|op| (op, Err(rings::closed()))));
+            if self.inner.watch.breaker.is_open() {
+                let starts = groups.chain(others.into_iter().map(Start::Object));
+                return self.inner.end_as(starts.map(Job::Read), &unanswered());
+            }
+            let starts = groups.chain(others.into_iter().map(Start::Object)).collect();
+            if let Err(left) = rings.submit(starts) {
+                self.inner.end_as(left.into_iter().map(Job::Read), &rings::closed());
             }
             return;
         }
-        self.submit(Lane::Load, ops.into_iter().map(Job::Load).collect());
+        let others = others.into_iter().map(Job::Load);
+        self.submit(Lane::Load, groups.map(Job::Read).chain(others).collect());
     }
 
     fn dump(&self, ops: Vec<Op>) {
-        self.submit(Lane::Background, ops.into_iter().map(Job::Dump).collect());
+        let below = self.inner.packed_below;
+        let (small, large): (Vec<_>, Vec<_>) =
+            ops.into_iter().partition(|op| op.memory().len() < below);
+        let mut jobs: Vec<_> = large.into_iter().map(Job::Dump).collect();
+        if !small.is_empty() {
+            jobs.push(Job::Pack(small));
+        }
+        self.submit(Lane::Background, jobs);
     }
 
     fn contains(&self, keys: &[Key]) -> Vec<Presence> {
-        keys.iter().map(|key| self.inner.contains(key)).collect()
+        if self.inner.watch.breaker.is_open() {
+            return vec![Presence::Unknown; keys.len()];
+        }
+        let mut known = vec![Presence::Absent; keys.len()];
+        self.inner.packed.add_presence(keys, &mut known);
+        for (key, known) in keys.iter().zip(&mut known) {
+            if *known == Presence::Absent {
+                *known = self.inner.contains(key);
+            }
+        }
+        known
     }
 
     fn touch(&self, blocks: &[[u8; 16]]) -> Result<(), StoreError> {
@@ -293,16 +411,38 @@ impl Backend for FileBackend {
     }
 
     fn remove(&self, keys: &[Key]) -> Vec<Result<(), StoreError>> {
+        if let Err(e) = self.inner.packed.remove(keys) {
+            let error = StoreError::new(ErrorKind::Io, format!("remove from the index: {e}"));
+            return vec![Err(error); keys.len()];
+        }
         keys.iter().map(|key| self.inner.remove(key)).collect()
     }
 }
 
 impl Drop for FileBackend {
     fn drop(&mut self) {
-        if let Some(mut rings) = self.rings.take() {
-            Op::finish_all(rings.stop().into_iter().map(|op| (op, Err(rings::closed()))));
+        let mut rings = self.rings.take();
+        let left = rings.as_ref().map(Rings::close).unwrap_or_default();
+        let left = left.into_iter().map(Job::Read).chain(self.pool.close());
+        self.inner.end_as(left, &rings::closed());
+        let answers = self.inner.watch.breaker.wait_idle();
+        self.inner.watch.stop();
+        if let Some(watcher) = self.watcher.take()
+            && watcher.thread().id() != std::thread::current().id()
+            && watcher.join().is_err()
+        {
+            tracing::warn!("the watcher of a file backend ended by a panic");
         }
-        cancel(self.pool.stop());
+        if !answers {
+            // Threads that a device holds keep what they need, and go when it answers.
+            tracing::error!("a file store is closed while its device does not answer");
+            rings.iter_mut().for_each(Rings::detach);
+            self.pool.detach();
+            return;
+        }
+        drop(rings);
+        let left = self.pool.stop();
+        self.inner.end_as(left, &rings::closed());
         if self.inner.durability == Durability::OnClose
             && let Err(error) = self.inner.space.sync()
         {
@@ -314,26 +454,148 @@ impl Drop for FileBackend {
 impl Inner {
     fn run(&self, job: Job) {
         match job {
-            Job::Load(op) if self.mode.direct => {
-                if let Some(read) = self.start_read(op) {
+            Job::Load(op) if self.mode.direct => self.run(Job::Read(Start::Object(op))),
+            Job::Read(start) => {
+                if let Some(read) = self.begin_watched(start) {
                     self.read_in_thread(read);
                 }
             }
+            Job::Pack(ops) => {
+                self.packed.store(self, ops);
+                self.keep_quota();
+            }
             Job::Load(op) => {
-                let result = self.load(&op);
+                let result = self.watched(|| self.load(&op));
                 op.finish(result);
             }
             Job::Dump(op) => {
-                let result = self.dump(&op);
+                let bytes = op.memory().len() as u64;
+                let result = self.with_room(bytes, || self.dump(&op));
                 op.finish(result);
+                self.keep_quota();
             }
             Job::Touch(block) => {
                 self.counters.waiting_touches.fetch_sub(1, Ordering::Relaxed);
-                if let Err(error) = self.space.touch(&block) {
+                let packed = self.packed.touch(&block);
+                if let Err(error) = self.space.touch(&block).and(packed) {
                     self.counters.touch_failures.fetch_add(1, Ordering::Relaxed);
                     tracing::debug!(%error, "a touch failed");
                 }
             }
+        }
+    }
+
+    /// Ends all operations of jobs that will not be done.
+    fn end_as(&self, jobs: impl IntoIterator<Item = Job>, error: &StoreError) {
+        let ops = jobs.into_iter().flat_map(|job| match job {
+            Job::Load(op) | Job::Dump(op) => vec![op],
+            Job::Read(start) => start.into_ops(),
+            Job::Pack(ops) => ops,
+            Job::Touch(_) => {
+                self.counters.waiting_touches.fetch_sub(1, Ordering::Relaxed);
+                Vec::new()
+            }
+        });
+        Op::finish_all(ops.map(|op| (op, Err(error.clone()))));
+    }
+
+    fn call_begins(&self) -> u64 {
+        self.watch.begin()
+    }
+
+    fn call_ends(&self, call: u64) {
+        self.watch.end(call);
+    }
+
+    /// Does something with the device, with an eye on the clock.
+    fn watched<T>(&self, work: impl FnOnce() -> T) -> T {
+        struct Call<'a>(&'a Inner, u64);
+        impl Drop for Call<'_> {
+            fn drop(&mut self) {
+                self.0.call_ends(self.1);
+            }
+        }
+        let _call = Call(self, self.call_begins());
+        work()
+    }
+
+    fn switch(&self) -> std::sync::MutexGuard<'_, Switch> {
+        self.switch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Stores something of about so many bytes: once more, after evicting, when the disk is full; not
+    /// at all for a while when that does not help.
+    fn with_room(
+        &self,
+        bytes: u64,
+        mut store: impl FnMut() -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        let asked = self.switch().ask(Instant::now());
+        if let Err(wait) = asked {
+            self.counters.refused_dumps.fetch_add(1, Ordering::Relaxed);
+            let dir = self.space.path().display();
+            let message =
+                format!("{dir} was full; dumps are tried again in {} ms", wait.as_millis());
+            return Err(StoreError::new(ErrorKind::Unavailable, message));
+        }
+        let is_full =
+            |r: &Result<(), StoreError>| r.as_ref().is_err_and(|e| e.kind() == ErrorKind::NoSpace);
+        let mut result = self.watched(&mut store);
+        if is_full(&result) {
+            // Enough for some more, so that not every dump comes here.
+            self.evict(bytes.saturating_mul(16).max(4 << 20));
+            result = self.watched(&mut store);
+        }
+        if is_full(&result) {
+            if self.switch().full(Instant::now()) {
+                tracing::error!(dir = %self.space.path().display(), "full: dumps pause, loads go on");
+            }
+        } else if result.is_ok() {
+            self.stored.fetch_add(bytes, Ordering::Relaxed);
+            if self.switch().worked() {
+                tracing::warn!(dir = %self.space.path().display(), "dumps go on");
+            }
+        }
+        result
+    }
+
+    /// Looks through the namespace now and then, and evicts what is over the quota.
+    fn keep_quota(&self) {
+        let enough = self.stored.load(Ordering::Relaxed) > self.quota_bytes / 64;
+        if self.quota_bytes > 0 && (enough || !self.surveyed.load(Ordering::Relaxed)) {
+            self.evict(0);
+        }
+    }
+
+    fn evict(&self, bytes: u64) {
+        match self.collect(bytes) {
+            Ok(Some(done)) => {
+                self.surveyed.store(true, Ordering::Relaxed);
+                self.stored.store(0, Ordering::Relaxed);
+                self.counters.used_bytes.store(done.used, Ordering::Relaxed);
+                self.counters.evicted.fetch_add(done.removed, Ordering::Relaxed);
+            }
+            // Whoever is at it makes room for all.
+            Ok(None) => {}
+            Err(error) => tracing::warn!(%error, "a store could not be looked through"),
+        }
+    }
+
+    /// A load renews what eviction goes by, at most once a minute.
+    fn renew(&self, file: std::os::fd::BorrowedFd<'_>, modified_s: i64) {
+        const MINUTE: i64 = 60;
+        if self.quota_bytes == 0 {
+            return;
+        }
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now_s = i64::try_from(since.as_secs()).unwrap_or(i64::MAX);
+        if modified_s.saturating_add(MINUTE) > now_s {
+            return;
+        }
+        let now = rustix::fs::Timespec { tv_sec: 0, tv_nsec: rustix::fs::UTIME_NOW };
+        let times = rustix::fs::Timestamps { last_access: now, last_modification: now };
+        if let Err(error) = rustix::fs::futimens(file, &times) {
+            tracing::debug!(%error, "an object looks older than it is");
         }
     }
 
@@ -360,6 +622,31 @@ impl Inner {
             self.last_generation
                 .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |last| Some(next(last)));
         next(update.unwrap_or_else(|last| last))
+    }
+
+    /// Takes corrupt packed objects out of the index; their bytes are kept aside.
+    fn condemn_packed(&self, bad: &[(Key, Vec<u8>)]) {
+        if bad.is_empty() {
+            return;
+        }
+        for (key, bytes) in bad {
+            tracing::warn!(object = ?key, "a corrupt packed object");
+            match self.space.keep_aside(&key.0, key.1, bytes) {
+                Ok(kept) => self.count_packed_corrupt(kept),
+                Err(error) => {
+                    self.count_packed_corrupt(false);
+                    tracing::warn!(%error, "a corrupt packed object could not be kept");
+                }
+            }
+        }
+        let keys: Vec<Key> = bad.iter().map(|(key, _)| *key).collect();
+        if let Err(error) = self.packed.remove(&keys) {
+            tracing::warn!(%error, "corrupt packed objects stay in the index");
+        }
+    }
+
+    fn count_packed_corrupt(&self, kept: bool) {
+        self.counters.count_corrupt(if kept { Aside::Kept } else { Aside::Deleted });
     }
 
     fn refuse(&self, key: Key) {
@@ -392,12 +679,9 @@ impl Counters {
     }
 }
 
-fn cancel(jobs: Vec<Job>) {
-    let ended = jobs.into_iter().filter_map(|job| match job {
-        Job::Load(op) | Job::Dump(op) => Some((op, Err(rings::closed()))),
-        Job::Touch(_) => None,
-    });
-    Op::finish_all(ended);
+fn unanswered() -> StoreError {
+    let message = "the device does not answer; operations are taken again when it does";
+    StoreError::new(ErrorKind::Unavailable, message)
 }
 
 #[cfg(test)]

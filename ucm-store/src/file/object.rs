@@ -74,6 +74,7 @@ impl Inner {
             return Err(unread);
         }
         let stat = rustix::fs::fstat(file).map_err(|e| self.io_error("stat", op, &e.into()))?;
+        self.renew(file, stat.st_mtime);
         let wanted = file_bytes(header.payload_bytes).unwrap_or(u64::MAX);
         if u64::try_from(stat.st_size).ok() != Some(wanted) {
             let error = StoreError::new(
@@ -177,7 +178,10 @@ impl Inner {
             .and_then(|()| temp.publish(op.block(), op.shard()))
             .map_err(|e| self.io_error("publish", op, &e))?;
         failpoint!("file.publish.after");
-        self.accept((*op.block(), op.shard()));
+        let key = (*op.block(), op.shard());
+        self.accept(key);
+        // Packed, when the limit was another: the newer one is served.
+        self.packed.remove(&[key]).map_err(|e| self.io_error("replace", op, &e))?;
         if self.durability == Durability::Fsync {
             self.space.sync_dir(op.block()).map_err(|e| self.io_error("sync", op, &e))?;
         }

@@ -112,14 +112,30 @@ impl<J: Send + 'static> Pool<J> {
         Ok(())
     }
 
-    /// Takes back what has not begun and waits for what runs. Later jobs are refused.
-    pub(super) fn stop(&mut self) -> Vec<J> {
+    /// Something that takes back what has not begun.
+    pub(super) fn drainer(&self) -> impl Fn() -> Vec<J> + Send + use<J> {
+        let shared = Arc::clone(&self.shared);
+        move || shared.lock().drain()
+    }
+
+    /// Takes back what has not begun; later jobs are refused.
+    pub(super) fn close(&self) -> Vec<J> {
         let mut state = self.shared.lock();
         state.stopped = true;
-        let mut left: Vec<J> = state.loads.drain(..).collect();
-        left.extend(state.background.drain(..));
+        let left = state.drain();
         drop(state);
         self.shared.more.notify_all();
+        left
+    }
+
+    /// Leaves the threads to themselves: what they wait for may never come.
+    pub(super) fn detach(&mut self) {
+        self.threads.clear();
+    }
+
+    /// Takes back what has not begun and waits for what runs. Later jobs are refused.
+    pub(super) fn stop(&mut self) -> Vec<J> {
+        let left = self.close();
         let me = thread::current().id();
         for thread in self.threads.drain(..) {
             // A sink called by a thread may drop the last reference to the backend.
@@ -164,6 +180,12 @@ impl<J> Shared<J> {
 }
 
 impl<J> State<J> {
+    fn drain(&mut self) -> Vec<J> {
+        let mut left: Vec<J> = self.loads.drain(..).collect();
+        left.extend(self.background.drain(..));
+        left
+    }
+
     fn take(&mut self, threads: usize) -> Option<(Lane, J)> {
         let may_run_background = self.background_running + 1 < threads.max(2);
         let starved = self.loads_in_a_row >= DUMP_EVERY;

@@ -18,13 +18,13 @@ use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
     Inner,
-    direct::DirectRead,
     failpoint::{FileStep, Injected},
+    reading::{Start, Watched},
     ring::Ring,
     sys::{Incomplete, RawSpan},
     transfer::{Progress, Transfer, empty},
 };
-use crate::{ErrorKind, Op, StoreError};
+use crate::{ErrorKind, StoreError};
 
 /// The number of the read that other threads end to wake this one.
 const WAKE: u64 = u64::MAX;
@@ -49,9 +49,9 @@ struct Shared {
 
 #[derive(Debug)]
 struct State {
-    queue: VecDeque<Op>,
+    queue: VecDeque<Start>,
     /// Reads that go on after a stall.
-    again: VecDeque<Box<DirectRead>>,
+    again: VecDeque<Watched>,
     /// Threads that sleep and have room.
     free: Vec<bool>,
     /// Reads that a test holds up, by thread independent count.
@@ -103,7 +103,7 @@ impl Rings {
     }
 
     /// Adds reads; gives them back when the rings have stopped.
-    pub(super) fn submit(&self, ops: Vec<Op>) -> Result<(), Vec<Op>> {
+    pub(super) fn submit(&self, ops: Vec<Start>) -> Result<(), Vec<Start>> {
         let mut state = self.shared.lock();
         if state.stopped {
             return Err(ops);
@@ -113,13 +113,30 @@ impl Rings {
         Ok(())
     }
 
-    /// Takes back what has not begun and waits for what is on its way. Later reads are refused.
-    pub(super) fn stop(&mut self) -> Vec<Op> {
+    /// Something that takes back what has not begun.
+    pub(super) fn drainer(&self) -> impl Fn() -> Vec<Start> + Send + use<> {
+        let shared = Arc::clone(&self.shared);
+        move || shared.lock().queue.drain(..).collect()
+    }
+
+    /// Takes back what has not begun; later reads are refused.
+    pub(super) fn close(&self) -> Vec<Start> {
         let mut state = self.shared.lock();
         state.stopped = true;
         let left = state.queue.drain(..).collect();
         drop(state);
         self.shared.bells.iter().for_each(ring_bell);
+        left
+    }
+
+    /// Leaves the threads to themselves: what they wait for may never come.
+    pub(super) fn detach(&mut self) {
+        self.threads.clear();
+    }
+
+    /// Takes back what has not begun and waits for what is on its way. Later reads are refused.
+    pub(super) fn stop(&mut self) -> Vec<Start> {
+        let left = self.close();
         let me = thread::current().id();
         for thread in self.threads.drain(..) {
             // A sink called by a thread may drop the last reference to the backend.
@@ -163,7 +180,7 @@ fn ring_bell(bell: &OwnedFd) {
 /// A read that the ring has, or would have.
 #[derive(Debug)]
 struct InFlight {
-    read: Box<DirectRead>,
+    read: Watched,
     /// A test's lie about the bytes moved.
     short: Option<usize>,
 }
@@ -184,7 +201,7 @@ struct Worker {
     vacant: Vec<usize>,
     in_flight: usize,
     /// Reads that ended and have not been looked at.
-    ended: VecDeque<(Box<DirectRead>, Result<(), Incomplete>)>,
+    ended: VecDeque<(Watched, Result<(), Incomplete>)>,
     /// Where the bell's count is read to.
     bell: Box<[u8; 8]>,
     bell_transfer: Option<Box<Transfer>>,
@@ -230,7 +247,7 @@ impl Worker {
             if let Some((read, moved)) = self.ended.pop_front() {
                 let inner = &self.inner;
                 // What the read holds ends by being dropped while the panic unwinds.
-                if catch_unwind(AssertUnwindSafe(|| inner.end_read(read, moved))).is_err() {
+                if catch_unwind(AssertUnwindSafe(|| inner.end_watched(read, moved))).is_err() {
                     tracing::error!("the end of a read panicked");
                 }
             }
@@ -247,7 +264,7 @@ impl Worker {
                 state.again.drain(..count).collect()
             };
             let count = state.queue.len().min(room - again.len());
-            let ops: Vec<Op> = state.queue.drain(..count).collect();
+            let ops: Vec<Start> = state.queue.drain(..count).collect();
             let took = again.len() + ops.len();
             if let Some(free) = state.free.get_mut(self.index) {
                 *free = took < room;
@@ -258,7 +275,7 @@ impl Worker {
             again.into_iter().for_each(|read| self.push(read));
             for op in ops {
                 let inner = &self.inner;
-                let started = catch_unwind(AssertUnwindSafe(|| inner.start_read(op)));
+                let started = catch_unwind(AssertUnwindSafe(|| inner.begin_watched(op)));
                 match started {
                     Ok(Some(read)) => self.push(read),
                     Ok(None) => {}
@@ -273,9 +290,9 @@ impl Worker {
     }
 
     /// Hands a read's next call to the ring.
-    fn push(&mut self, mut read: Box<DirectRead>) {
+    fn push(&mut self, mut read: Watched) {
         let mut short = None;
-        match self.inner.failpoints.inject(FileStep::Read, read.transfer().left()) {
+        match self.inner.failpoints.inject(FileStep::Read, read.reading.transfer().left()) {
             None => {}
             Some(Injected::Short(most)) => short = Some(most),
             Some(Injected::Error(e)) => return self.advance(read, Err(e)),
@@ -301,8 +318,8 @@ impl Worker {
         });
         let Some(place) = self.places.get_mut(at) else { return };
         let number = (u64::from(place.uses) << 32) | at as u64;
-        let fd = read.as_raw_fd();
-        let vector = read.transfer().next();
+        let fd = read.reading.fd().as_raw_fd();
+        let vector = read.reading.transfer().next();
         place.read = Some(InFlight { read, short });
         self.in_flight += 1;
         self.add(fd, vector, number);
@@ -366,8 +383,8 @@ impl Worker {
         }
     }
 
-    fn advance(&mut self, mut read: Box<DirectRead>, moved: io::Result<usize>) {
-        match read.transfer().advance(moved) {
+    fn advance(&mut self, mut read: Watched, moved: io::Result<usize>) {
+        match read.reading.transfer().advance(moved) {
             Progress::More => self.push(read),
             Progress::Ended(end) => self.ended.push_back((read, end)),
         }
@@ -386,7 +403,7 @@ impl Drop for Worker {
                     self.in_flight -= 1;
                     let message = "the thread of its ring failed";
                     let error = io::Error::other(message);
-                    self.inner.end_read(read.read, Err(Incomplete::Failed(error)));
+                    self.inner.end_watched(read.read, Err(Incomplete::Failed(error)));
                 }
             }
         }

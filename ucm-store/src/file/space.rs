@@ -214,6 +214,24 @@ impl Space {
         Ok(Aside::Deleted)
     }
 
+    /// Keeps the bytes of a corrupt packed object; says whether there was room for them.
+    pub(super) fn keep_aside(
+        &self,
+        block: &[u8; 16],
+        shard: u32,
+        bytes: &[u8],
+    ) -> io::Result<bool> {
+        if self.quarantined.fetch_add(1, Ordering::Relaxed) >= self.quarantine_files {
+            self.quarantined.fetch_sub(1, Ordering::Relaxed);
+            return Ok(false);
+        }
+        let number = self.next_temp.fetch_add(1, Ordering::Relaxed);
+        let name = object_name(block, Some(shard));
+        let aside = format!("quarantine/{name}.{:016x}-{number}", self.token);
+        fs::write(self.path.join(aside), bytes)?;
+        Ok(true)
+    }
+
     /// Proves that files can be written, read back and renamed here.
     pub(super) fn probe(&self) -> io::Result<()> {
         let mut written = [0; 4096];

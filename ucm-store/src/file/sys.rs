@@ -116,6 +116,16 @@ pub(super) fn read_all(fd: BorrowedFd<'_>, transfer: &mut Transfer) -> Result<()
     }
 }
 
+/// Writes all of a transfer.
+pub(super) fn write_all(fd: BorrowedFd<'_>, transfer: &mut Transfer) -> Result<(), Incomplete> {
+    loop {
+        let moved = writev(fd, transfer.next());
+        if let Progress::Ended(end) = transfer.advance(moved) {
+            return end;
+        }
+    }
+}
+
 fn vector(head: RawSpan, body: RawSpan, at: usize, end: usize) -> [libc::iovec; 2] {
     let end = end.min(at.saturating_add(CALL_BYTES));
     let first = head.part(at, end);

@@ -131,6 +131,10 @@ fn object(dir: &Path, shard: u32) -> PathBuf {
     all.find(|p| p.to_str().unwrap().ends_with(&ending)).unwrap()
 }
 
+mod crash;
+mod packed;
+mod room;
+
 in_all_ways! {
     fn conforms_with_every_durability() {
         let dir = tempfile::tempdir().unwrap();
@@ -166,10 +170,11 @@ in_all_ways! {
         let backend = open(dir.path());
         dump(&backend, 0, 1).unwrap();
         for step in [FileStep::Create, FileStep::Write, FileStep::Rename] {
+            // A full disk has rules of its own: `room`.
             let errors = [
                 (libc::EIO, ErrorKind::Io),
-                (libc::ENOSPC, ErrorKind::NoSpace),
-                (libc::EDQUOT, ErrorKind::NoSpace),
+                (libc::EROFS, ErrorKind::Io),
+                (libc::EACCES, ErrorKind::Io),
             ];
             for (errno, kind) in errors {
                 backend.fail_next(step, errno);
@@ -190,8 +195,8 @@ in_all_ways! {
                 backend.remove(&(1..9).map(|s| (B, s)).collect::<Vec<_>>());
             }
             // An old object survives the failure of its successor.
-            backend.fail_next(step, libc::ENOSPC);
-            assert_eq!(dump(&backend, 0, 2), Err(ErrorKind::NoSpace));
+            backend.fail_next(step, libc::EIO);
+            assert_eq!(dump(&backend, 0, 2), Err(ErrorKind::Io));
             load(&backend, 0, 1).unwrap();
         }
     }
@@ -591,8 +596,9 @@ in_all_ways! {
         for step in [FileStep::Allocate, FileStep::Write] {
             for errno in [libc::ENOSPC, libc::EDQUOT] {
                 backend.inject(step, FileFault::Errno(errno));
-                assert_eq!(dump(&backend, 1, 1), Err(ErrorKind::NoSpace));
-                assert_eq!(load(&backend, 1, 1), Err(ErrorKind::Missing));
+                // Once: it is tried again.
+                dump(&backend, 1, 1).unwrap();
+                load(&backend, 1, 1).unwrap();
                 assert_eq!(files(dir.path(), "tmp"), Vec::<PathBuf>::new());
             }
         }
