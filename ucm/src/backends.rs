@@ -4,9 +4,10 @@
 
 use std::sync::Arc;
 
+use ucm_remote::PoolBackendOptions;
 use ucm_store::{
     Backend, BackendCapabilities, Durability, ErrorKind, FileBackend, FileConfig, MemoryBackend,
-    Op, Presence, StoreError,
+    Op, Presence, Promotion, Stack, StoreError, Tier,
 };
 
 use crate::{Config, DurabilityKind, Error, PoolConfig, config::BackendKind};
@@ -39,7 +40,24 @@ impl Backends {
     }
 }
 
+/// What the backend's kind names, below the remote pool if this node has a peer.
 fn configured(config: &Config, pool: &PoolConfig) -> Result<Arc<dyn Backend>, Error> {
+    let home = home(config, pool)?;
+    let socket = &config.remote.socket;
+    if socket.as_os_str().is_empty() {
+        return Ok(home);
+    }
+    let identity = *blake3::hash(&pool_descriptor(config, pool)).as_bytes();
+    let options = PoolBackendOptions::new(identity, pool.shards_per_block);
+    let remote: Arc<dyn Backend> = Arc::new(ucm_remote::PoolBackend::connect(socket, options)?);
+    if config.backend.kind == BackendKind::None {
+        return Ok(remote);
+    }
+    let remote = Tier::new("remote pool", remote).promotion(Promotion::Always);
+    Ok(Arc::new(Stack::new(vec![remote, Tier::new("home", home)])?))
+}
+
+fn home(config: &Config, pool: &PoolConfig) -> Result<Arc<dyn Backend>, Error> {
     Ok(match config.backend.kind {
         BackendKind::None => Arc::new(Nothing),
         BackendKind::Memory => Arc::new(MemoryBackend::new()),

@@ -12,6 +12,9 @@ use ucm_data::{PageTier, Sockets, WhenAbsent};
 use crate::Error;
 
 mod layers;
+mod remote;
+
+pub use remote::{PlacementKind, RemoteConfig};
 
 /// Longest pool name.
 const MAX_NAME_BYTES: usize = 64;
@@ -33,6 +36,8 @@ pub struct Config {
     pub queue: QueueConfig,
     /// What determines the bytes of a block besides the engine's key.
     pub namespace: NamespaceConfig,
+    /// The remote pool: `ucm peer`, `ucm pool`, and ranks that find a peer of their node.
+    pub remote: RemoteConfig,
 }
 
 /// The shared cache.

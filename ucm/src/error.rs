@@ -46,6 +46,14 @@ pub enum Error {
     /// A queue refused.
     #[error(transparent)]
     Queue(#[from] ucm_queue::QueueError),
+    /// The remote pool refused.
+    #[error("{what}")]
+    Remote {
+        /// What kind of failure it is.
+        kind: ErrorKind,
+        /// What was refused, and what would help.
+        what: String,
+    },
     /// The operating system refused.
     #[error("{what}: {source}")]
     Os {
@@ -80,6 +88,7 @@ impl Error {
             },
             Self::Transfer(_) | Self::Store(_) | Self::Os { .. } => ErrorKind::Io,
             Self::Queue(_) => ErrorKind::Refused,
+            Self::Remote { kind, .. } => *kind,
         }
     }
 

@@ -13,16 +13,19 @@ mod instance;
 mod meta;
 mod node;
 mod rank;
+mod remote;
 mod scheduler;
 mod slots;
 
 pub use config::{
     AxisConfig, BackendConfig, BackendKind, CacheConfig, Config, DurabilityKind, NamespaceConfig,
-    OrderKind, Pages, PoolConfig, QueueConfig, SchedulerFirst, SocketKind,
+    OrderKind, Pages, PlacementKind, PoolConfig, QueueConfig, RemoteConfig, SchedulerFirst,
+    SocketKind,
 };
 pub use error::{Error, ErrorKind};
 pub use node::{Inspected, Node, NodeBuilder, RankBuilder, expel, inspect};
 pub use rank::{Rank, RankReport};
+pub use remote::{Fetched, Peer, PoolVisitor};
 pub use scheduler::Scheduler;
 
 pub use ucm_ctrl::{
@@ -32,6 +35,9 @@ pub use ucm_ctrl::{
 pub use ucm_queue::{
     CommitGroup, Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef,
     Task, TaskHandle,
+};
+pub use ucm_remote::{
+    AgentStats, GetOutcome, Member, ObjectKey, PeerUsage, PutOutcome, RemoveOutcome,
 };
 pub use ucm_store::Backend;
 pub use ucm_transport::{Addr, Location, Memory, RegionId, TransferEngine};

@@ -112,6 +112,43 @@ pub struct AgentStats {
     pub medium: MediumUsage,
 }
 
+impl AgentStats {
+    /// All numbers with their names, those of the medium included.
+    #[must_use]
+    pub fn list(&self) -> Vec<(&'static str, u64)> {
+        let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+        vec![
+            ("asked_bytes", self.asked_bytes),
+            ("wire_bytes", self.wire_bytes),
+            ("pulled_bytes", self.pulled_bytes),
+            ("arena_bytes", self.arena_bytes),
+            ("joined_bytes", self.joined_bytes),
+            ("local_keys", self.local),
+            ("joined_keys", self.joined),
+            ("remote_keys", self.remote),
+            ("remote_calls", self.remote_calls),
+            ("exchanges", self.exchanges),
+            ("route_calls", self.route_calls),
+            ("failed_fetches", self.failed_fetches),
+            ("stale", self.stale),
+            ("dropped_pulls", self.dropped_pulls),
+            ("lost_copies", self.lost_copies),
+            ("lost_announcements", self.lost_announcements),
+            ("arena_wait_ns", self.arena_wait_ns),
+            ("assemblies", count(self.assemblies)),
+            ("fetches_in_flight", count(self.fetches)),
+            ("waiting", count(self.waiting)),
+            ("holds", count(self.holds)),
+            ("arena_pages", u64::from(self.arena_pages)),
+            ("capacity_bytes", self.medium.capacity_bytes),
+            ("committed_bytes", self.medium.committed_bytes),
+            ("pending_bytes", self.medium.pending_bytes),
+            ("quarantine_bytes", self.medium.quarantine_bytes),
+            ("leases", self.medium.leases),
+        ]
+    }
+}
+
 #[derive(Debug, Default)]
 struct Counters {
     asked_bytes: AtomicU64,

@@ -15,4 +15,5 @@ mod groups;
 mod joining;
 mod loading;
 mod parent;
+mod pool;
 mod scheduler;

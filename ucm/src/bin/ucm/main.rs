@@ -1,10 +1,12 @@
-//! The `ucm` command: looks at a node's cache and at the machine it runs on.
+//! The `ucm` command: looks at a node's cache, at the machine it runs on, and at the remote pool.
 //!
-//! **Invariant:** exit codes are stable: 0 done, 2 usage or configuration, 3 the environment lacks
+//! **Invariant:** exit codes are stable: 0 done, 1 what was asked for is not there, 2 usage or configuration, 3 the environment lacks
 //! something, 4 IO, 5 wrong bytes or damage, 6 incompatible, 7 fenced, 8 refused or too late.
 
 mod doctor;
 mod inspect;
+mod peer;
+mod pool;
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
@@ -55,6 +57,23 @@ enum Command {
         #[arg(long, value_name = "N")]
         generation: Option<u32>,
     },
+    /// Serves this node's memory to its ranks and to other nodes, as `remote.*` says, until SIGTERM.
+    Peer {
+        /// Wait until the peer that serves this node now has ended, then take over.
+        #[arg(long)]
+        standby: bool,
+        /// Say where it serves as one JSON document.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Looks at the remote pool whose directory is `remote.directory`; gets, puts, removes.
+    Pool {
+        #[command(subcommand)]
+        command: pool::Command,
+        /// How long everything may take.
+        #[arg(long, global = true, default_value_t = 5000)]
+        timeout_ms: u64,
+    },
     /// Prints the settings in force.
     Config,
 }
@@ -72,10 +91,12 @@ fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> Result<ExitCode, Error> {
     let config = Config::load(cli.settings.config.as_deref(), std::env::vars(), &cli.settings.set)?;
-    match cli.command {
-        Command::Inspect { json } => inspect::run(&config, json),
-        Command::Doctor { json } => doctor::run(&config, json),
-        Command::EvictRank { seat, generation } => evict_rank(&config, seat, generation),
+    match &cli.command {
+        Command::Inspect { json } => inspect::run(&config, *json),
+        Command::Doctor { json } => doctor::run(&config, *json),
+        Command::EvictRank { seat, generation } => evict_rank(&config, *seat, *generation),
+        Command::Peer { standby, json } => peer::run(&config, *standby, *json),
+        Command::Pool { command, timeout_ms } => pool::run(&config, command, *timeout_ms),
         Command::Config => {
             print(&config.to_toml()?);
             Ok(ExitCode::SUCCESS)
