@@ -10,12 +10,14 @@
 //! destroyed: until then the adapter may write its destinations.
 
 mod absent;
+mod builder;
 mod conn;
 mod device;
 mod dial;
 mod ends;
 mod engine;
 mod gid;
+mod inner;
 mod owner;
 mod peer;
 mod pieces;
@@ -30,8 +32,9 @@ mod work;
 mod tests;
 
 pub use absent::RdmaAbsent;
+pub use builder::RdmaEngineBuilder;
 pub use device::{RdmaChoice, RdmaDevice, RdmaInfo};
-pub use engine::{RdmaEngine, RdmaEngineBuilder, RdmaPeer, RdmaStats};
+pub use engine::{RdmaEngine, RdmaPeer, RdmaStats};
 pub use owner::{RdmaOwner, RdmaOwnerBuilder, RdmaOwnerStats};
 
 use rustix::{

@@ -16,7 +16,7 @@ use rustix::{
     event::{Timespec, epoll},
 };
 
-use super::{engine::Inner, peer::Moves};
+use super::{inner::Inner, peer::Moves};
 use crate::tcp::bell;
 
 pub(super) const BELL: u64 = 0;

@@ -6,7 +6,10 @@
 
 use ucm_data::Token;
 
-use crate::Access;
+use crate::{
+    Access,
+    tcp::{Fields, Malformed},
+};
 
 const MAGIC: [u8; 8] = *b"UCMRDMA\n";
 const VERSION: u16 = 1;
@@ -17,11 +20,6 @@ const ATTACH: u16 = 2;
 pub(super) const BEACON_BYTES: usize = 32;
 /// Most pieces of one region.
 pub(super) const MAX_PIECES: usize = 1 << 14;
-
-/// Why bytes are no message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub(super) struct Malformed(pub(super) &'static str);
 
 /// An end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,31 +78,7 @@ pub(super) fn is_ours(message: &[u8]) -> bool {
     message.starts_with(&MAGIC)
 }
 
-struct Fields<'a>(&'a [u8]);
-
 impl Fields<'_> {
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
-        let (first, rest) = self.0.split_first_chunk().ok_or(Malformed("cut short"))?;
-        self.0 = rest;
-        Ok(*first)
-    }
-
-    fn u16(&mut self) -> Result<u16, Malformed> {
-        Ok(u16::from_le_bytes(self.array()?))
-    }
-
-    fn u32(&mut self) -> Result<u32, Malformed> {
-        Ok(u32::from_le_bytes(self.array()?))
-    }
-
-    fn u64(&mut self) -> Result<u64, Malformed> {
-        Ok(u64::from_le_bytes(self.array()?))
-    }
-
-    fn expect<const N: usize>(&mut self, value: [u8; N]) -> Result<(), Malformed> {
-        if self.array()? == value { Ok(()) } else { Err(Malformed("unexpected bytes")) }
-    }
-
     /// The head; what kind of message follows.
     fn head(&mut self) -> Result<u16, Malformed> {
         self.expect(MAGIC)?;

@@ -39,6 +39,8 @@ pub use server::{
 #[cfg(feature = "tls")]
 pub use tls::{TlsClient, TlsServer};
 pub use wire::PeerRange;
+#[cfg(feature = "rdma")]
+pub(crate) use wire::{Fields, Malformed};
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod parse;

@@ -40,34 +40,34 @@ pub struct PeerRange {
 }
 
 /// Cuts fields off the front of a message.
-struct Fields<'a>(&'a [u8]);
+pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Fields<'a> {
-    fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
+    pub(crate) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Malformed> {
         let (first, rest) = self.0.split_at_checked(count).ok_or(Malformed("cut short"))?;
         self.0 = rest;
         Ok(first)
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
+    pub(crate) fn array<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
         let (first, rest) = self.0.split_first_chunk().ok_or(Malformed("cut short"))?;
         self.0 = rest;
         Ok(*first)
     }
 
-    fn u16(&mut self) -> Result<u16, Malformed> {
+    pub(crate) fn u16(&mut self) -> Result<u16, Malformed> {
         Ok(u16::from_le_bytes(self.array()?))
     }
 
-    fn u32(&mut self) -> Result<u32, Malformed> {
+    pub(crate) fn u32(&mut self) -> Result<u32, Malformed> {
         Ok(u32::from_le_bytes(self.array()?))
     }
 
-    fn u64(&mut self) -> Result<u64, Malformed> {
+    pub(crate) fn u64(&mut self) -> Result<u64, Malformed> {
         Ok(u64::from_le_bytes(self.array()?))
     }
 
-    fn expect<const N: usize>(&mut self, value: [u8; N]) -> Result<(), Malformed> {
+    pub(crate) fn expect<const N: usize>(&mut self, value: [u8; N]) -> Result<(), Malformed> {
         if self.array()? == value { Ok(()) } else { Err(Malformed("unexpected bytes")) }
     }
 }
