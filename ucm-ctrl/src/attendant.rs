@@ -7,9 +7,14 @@ use std::{
     fmt, io,
     sync::{Arc, Weak},
     thread::{self, JoinHandle, Thread},
+    time::Duration,
 };
 
 use crate::Control;
+
+/// Between two wake-ups of a thread that is to end.
+const FIRST_PAUSE: Duration = Duration::from_micros(20);
+const LAST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Told to a thread that it may go on; not so once its attendant is being dropped.
 pub(crate) struct Alive(Weak<()>);
@@ -61,11 +66,21 @@ impl Drop for Attendant {
             std::mem::forget(thread);
             return;
         }
-        (self.wake)(thread.thread());
-        if thread.thread().id() != thread::current().id() {
-            // It does not panic, and if it did, nothing would be lost.
-            let _ = thread.join();
+        if thread.thread().id() == thread::current().id() {
+            return;
         }
+        // What it sleeps on may lie in the region, where another member can spoil any one wake-up.
+        let mut pause = FIRST_PAUSE;
+        loop {
+            (self.wake)(thread.thread());
+            if thread.is_finished() {
+                break;
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(LAST_PAUSE);
+        }
+        // It does not panic, and if it did, nothing would be lost.
+        let _ = thread.join();
     }
 }
 

@@ -83,9 +83,13 @@ impl EventWord {
 
     /// Wakes those who slept when the counter was moved on.
     pub(crate) fn wake(&self, bumped: Bumped) {
-        if !bumped.has_sleepers() {
-            return;
+        if bumped.has_sleepers() {
+            self.wake_anyway(bumped);
         }
+    }
+
+    /// As [`wake`](Self::wake), but wakes even when nobody seems to sleep.
+    pub(crate) fn wake_anyway(&self, bumped: Bumped) {
         self.wake_all();
         // Whoever sleeps by now has changed the word, and keeps the flag: that costs a futile wake-up.
         let _ = self.word.compare_exchange(
@@ -98,16 +102,27 @@ impl EventWord {
 
     /// Moves the counter on and wakes those who sleep on it. Safe in a signal handler.
     pub(crate) fn ring(&self) {
+        self.ring_if(|| false);
+    }
+
+    /// As [`ring`](Self::ring), but wakes even when nobody seems to sleep if `anyway`, asked once the
+    /// counter has moved, says so.
+    pub(crate) fn ring_if(&self, anyway: impl FnOnce() -> bool) {
         let bumped = self.bump();
         failpoint!("ring.bump.after");
-        self.wake(bumped);
+        if anyway() {
+            self.wake_anyway(bumped);
+        } else {
+            self.wake(bumped);
+        }
     }
 
     /// As [`ring`](Self::ring), but wakes even when nobody seems to sleep: for cleaning up after a
-    /// member that may have died between the bump and the wake.
+    /// member that may have died between the bump and the wake, and for a process that wakes its own
+    /// threads, which must not depend on what others have written over the flags.
     pub(crate) fn ring_anyway(&self) {
-        let _ = self.bump();
-        self.wake_all();
+        let bumped = self.bump();
+        self.wake_anyway(bumped);
     }
 
     /// Wakes everybody who sleeps on the word.
@@ -116,6 +131,12 @@ impl EventWord {
         futex::wake_all(&self.word);
         #[cfg(ucm_loom)]
         self.lot.wake_all();
+    }
+
+    /// What another member that writes nonsense does.
+    #[cfg(all(test, not(ucm_loom)))]
+    pub(crate) fn overwrite(&self, word: u32) {
+        self.word.store(word, Ordering::SeqCst);
     }
 
     /// Sleeps while the word equals `seen`, at most until the deadline. Returns early at will

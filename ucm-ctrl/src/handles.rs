@@ -188,6 +188,10 @@ impl Waiter {
         if let Some(outcome) = self.spin() {
             return outcome;
         }
+        self.0.member().doze(|| self.sleep(deadline))
+    }
+
+    fn sleep(&self, deadline: Option<Instant>) -> WaitOutcome {
         loop {
             let Some(seen) = self.0.with(|_, slot| slot.version.arm(SLEEPERS)) else {
                 return WaitOutcome::Failed(FailKind::Other);

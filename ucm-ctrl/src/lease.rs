@@ -257,7 +257,7 @@ impl Keeper {
         let (control, index) = (member.control.clone(), member.index);
         let ring = move |_: &Thread| {
             if let Some(record) = control.region.member(index) {
-                record.lease_bell.0.ring();
+                record.lease_bell.0.ring_anyway();
             }
         };
         let (keeps, control, weak) = (held.clone(), member.control.clone(), Arc::downgrade(member));
@@ -270,7 +270,7 @@ impl Keeper {
     fn add(&self, member: &MemberInner, ticket: LeaseTicket, held: Held) {
         lock(&self.held).insert(ticket.to_u64(), held);
         if let Some(record) = member.record() {
-            record.lease_bell.0.ring();
+            record.lease_bell.0.ring_anyway();
         }
     }
 

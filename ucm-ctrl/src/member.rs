@@ -127,6 +127,8 @@ pub(crate) struct MemberInner {
     fenced: AtomicU32,
     /// 1 while all waits of this process end at once.
     interrupted: Counter,
+    /// Threads of this process that sleep on a word of the region, or are about to.
+    dozing: Counter,
     liveness: OnceLock<std::sync::Arc<dyn Liveness>>,
     /// Pool and index of slots that wait for their buckets.
     pub(crate) leftovers: std::sync::Mutex<Vec<(u8, u32)>>,
@@ -241,6 +243,7 @@ fn introduce(
         hit_thread: Counter::new(0),
         fenced: AtomicU32::new(NOT_FENCED),
         interrupted: Counter::new(0),
+        dozing: Counter::new(0),
         liveness: OnceLock::new(),
         leftovers: std::sync::Mutex::default(),
         leftover: Counter::new(0),
@@ -416,9 +419,7 @@ impl Doorbell {
     /// Wakes this member's sleepers. One atomic operation when nobody sleeps; safe in a signal
     /// handler.
     pub fn ring(&self) {
-        if let Some(record) = self.inner.record() {
-            record.doorbell.0.ring();
-        }
+        self.inner.ring_doorbell();
     }
 
     /// To be read before looking at the conditions one waits for.
@@ -431,10 +432,12 @@ impl Doorbell {
     /// early at will: look at the conditions again.
     pub fn wait(&self, ticket: u32, deadline: Option<Instant>) {
         if let Some(record) = self.inner.record() {
-            let seen = record.doorbell.0.arm(SLEEPERS);
-            if EventWord::count_in(seen) == ticket {
-                record.doorbell.0.sleep(seen, deadline);
-            }
+            self.inner.doze(|| {
+                let seen = record.doorbell.0.arm(SLEEPERS);
+                if EventWord::count_in(seen) == ticket {
+                    record.doorbell.0.sleep(seen, deadline);
+                }
+            });
         }
     }
 }
@@ -532,10 +535,32 @@ impl MemberInner {
         // and go on sleeping.
         for slot in self.slots().filter(|slot| self.pins.is_set(&slot.pins)) {
             announce(region, slot);
+            if self.is_dozing() {
+                slot.version.wake_all();
+            }
         }
+        self.ring_doorbell();
+    }
+
+    /// Wakes this process's sleepers, whatever other members have written over the doorbell's flags.
+    fn ring_doorbell(&self) {
         if let Some(record) = self.record() {
-            record.doorbell.0.ring();
+            // Whoever dozes only after the word has moved sees that it has.
+            record.doorbell.0.ring_if(|| self.is_dozing());
         }
+    }
+
+    /// Runs what sleeps on a word of the region; who rings for this process knows that it does.
+    pub(crate) fn doze<R>(&self, sleep: impl FnOnce() -> R) -> R {
+        self.dozing.fetch_add(1, Ordering::SeqCst);
+        let result = sleep();
+        self.dozing.fetch_sub(1, Ordering::SeqCst);
+        result
+    }
+
+    /// The checkers' models show that the flags suffice while nobody spoils them.
+    fn is_dozing(&self) -> bool {
+        cfg!(not(ucm_loom)) && self.dozing.load(Ordering::SeqCst) != 0
     }
 
     pub(crate) fn record(&self) -> Option<&MemberRecord> {

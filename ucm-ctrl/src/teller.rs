@@ -188,7 +188,7 @@ impl Teller {
         let (control, index) = (member.control.clone(), member.index);
         let ring = move |_: &Thread| {
             if let Some(record) = control.region.member(index) {
-                record.group_bell.0.ring();
+                record.group_bell.0.ring_anyway();
             }
         };
         let (votes, control, weak) = (out.clone(), member.control.clone(), Arc::downgrade(member));

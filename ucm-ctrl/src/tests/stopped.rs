@@ -49,6 +49,56 @@ fn until_asleep(word: &EventWord) {
     thread::sleep(Duration::from_millis(20));
 }
 
+/// Another member writes over a bell: nobody seems to sleep, and no wake-up seems to be due.
+fn scribble(word: &EventWord) {
+    word.overwrite(0);
+}
+
+/// A process wakes its own threads whatever others have written over the bells they sleep on. Mutants: a doorbell,
+/// an interrupt or an attendant that believes the flags.
+#[test]
+fn d11_a_process_hears_itself_whatever_stands_in_the_region() {
+    let control = cache(2);
+    let (member, other) = (rank(&control), rank(&control));
+    let record = control.region.member(member.id().0).unwrap();
+
+    let bell = member.doorbell();
+    let (ticket, sleeper) = (bell.ticket(), bell.clone());
+    let (send, heard) = channel();
+    let thread = thread::spawn(move || {
+        sleeper.wait(ticket, None);
+        send.send(())
+    });
+    until_asleep(&record.doorbell.0);
+    scribble(&record.doorbell.0);
+    bell.ring();
+    assert_eq!(heard.recv_timeout(SOON), Ok(()));
+    thread.join().unwrap().unwrap();
+
+    let fill = own(&other.pool(PoolId(0)).unwrap(), &key(1));
+    let slot = slot_of(&control, &fill);
+    let heard = asleep(wait(&member.pool(PoolId(0)).unwrap(), &key(1)), &slot.version);
+    scribble(&slot.version);
+    member.interrupt();
+    assert_eq!(heard.recv_timeout(SOON), Ok(WaitOutcome::Interrupted));
+    member.end_interrupt();
+
+    let roster = vec![member.stay(), other.stay()];
+    let vote = GroupVote { group: [1; 16], lasting: false, roster, ready: true };
+    let (send, told) = channel();
+    member.vote(vote, Box::new(move |commit| send.send(commit).unwrap())).unwrap();
+    until_asleep(&record.group_bell.0);
+    scribble(&record.group_bell.0);
+    let (send, left) = channel();
+    drop(bell);
+    thread::spawn(move || {
+        drop(member);
+        send.send(())
+    });
+    assert_eq!(left.recv_timeout(SOON), Ok(()));
+    assert_eq!(told.recv_timeout(SOON), Ok(false));
+}
+
 /// Somebody who rings is stopped before it wakes. Mutant: `bump` without `WAKING`.
 #[test]
 fn w6_a_bell_whose_ringer_is_stopped_is_heard_when_others_ring() {
@@ -65,7 +115,8 @@ fn w6_a_bell_whose_ringer_is_stopped_is_heard_when_others_ring() {
         });
         until_asleep(word);
         let _ = word.bump();
-        bell.ring();
+        // As another process does: this one knows that it sleeps.
+        word.ring();
         assert_eq!(heard.recv_timeout(SOON), Ok(()));
     }
     // The flag goes with the wake-up: who rings next wakes nobody in vain.
@@ -165,7 +216,7 @@ fn w6_a_reminder_that_ends_does_not_take_the_next_with_it() {
     let control = narrow(geometry(4, 0, 1), 0);
     let (one, two, resting) = (pool(&control), pool(&control), rank(&control));
     let pool = resting.pool(PoolId(0)).unwrap();
-    for n in 0..200 {
+    for n in 0..30 {
         let fills = [2 * n, 2 * n + 1].map(|n| own(&pool, &key(n)));
         let slots = fills.each_ref().map(|fill| fill.slot().0);
         let hashed = pool.raw(&key(0)).hashed;

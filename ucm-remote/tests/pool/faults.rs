@@ -176,6 +176,8 @@ fn f4_what_is_sent_is_not_overwritten() {
     owner.publish(&directory, 1, 1, len);
     owner.publish(&directory, 2, 0, 10);
     assert!(reader.get(2, 0, 10, &[range(0, 10)]).is_served(), "connected");
+    // What comes then is the lease of the other.
+    eventually("its lease is given back", || owner.agent.stats().medium.leases == 0);
     proxy.allow(100_000);
     thread::scope(|scope| {
         let waiting = scope.spawn(|| {
