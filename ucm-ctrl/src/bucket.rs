@@ -277,6 +277,11 @@ fn is_nobodys(seen: LockWord, member: &MemberInner) -> bool {
     })
 }
 
+/// Whether any stay on this seat holds the lock.
+pub(crate) fn is_locked_by(lock: &AtomicU32, seat: u8) -> bool {
+    LockWord(lock.load(Ordering::SeqCst)).holder() == Some(seat)
+}
+
 /// Frees the lock if this stay of a dead member holds it.
 pub(crate) fn break_lock_of(lock: &AtomicU32, dead: u8, generation: u32) -> bool {
     let seen = LockWord(lock.load(Ordering::SeqCst));

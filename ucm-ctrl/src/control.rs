@@ -6,7 +6,7 @@ use std::fmt;
 #[cfg(not(ucm_loom))]
 use std::os::fd::OwnedFd;
 
-use crate::{CtrlError, Geometry, Member, MemberSpec, member, region::Region, sync::Arc};
+use crate::{CtrlError, Geometry, Member, MemberSpec, member, reap, region::Region, sync::Arc};
 
 /// Tells whether a member's process is proven dead. Asked by a member that has waited unusually
 /// long for a lock; must not guess.
@@ -93,6 +93,20 @@ impl Control {
     #[must_use]
     pub fn incarnation(&self, id: MemberId) -> Option<[u8; 16]> {
         member::incarnation(&self.region, id)
+    }
+
+    /// True when the stay that `incarnation` names has given its seat's record back, or was cleared up
+    /// after.
+    #[must_use]
+    pub fn is_stay_over(&self, id: MemberId, incarnation: [u8; 16]) -> bool {
+        member::is_stay_over(&self.region, id, incarnation)
+    }
+
+    /// True when a seat owns or pins a slot, or holds a lock: then it may not be given to anybody else
+    /// without proof that its holder's process is over. Walks all slots and buckets.
+    #[must_use]
+    pub fn holds_anything(&self, id: MemberId) -> bool {
+        reap::holds_anything(&self.region, id.0)
     }
 
     /// Takes the lowest free member record.

@@ -273,7 +273,9 @@ fn claim(me: &MemberInner, id: [u64; 2], lasting: bool, roster: &[MemberStay]) -
             return Some(seated);
         }
         failpoint!("group.open.after");
-        if me.check().is_err() {
+        // In one order with the change above, as the others look at the two.
+        let stay = MemberStay { id: crate::MemberId(me.index), generation: me.generation };
+        if !is_joined(region, &stay) {
             // The others have been told that nobody opens it, and do not look for it any more.
             free_unsettled(region, record, me.index);
             return Some(seated);
@@ -359,7 +361,7 @@ fn free_if_over(region: &Region, record: &GroupRecord) {
     if word.is_decided()
         && word.is_settled()
         && record.holders().iter().all(gone)
-        && record.conclude(word, GroupState::Free)
+        && record.change(word, word.to(GroupState::Free))
     {
         free_record_told(region);
     }

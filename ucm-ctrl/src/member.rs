@@ -176,6 +176,18 @@ pub(crate) fn incarnation(region: &Region, id: MemberId) -> Option<[u8; 16]> {
         .then(|| crate::BlockId::from_halves(lo, hi).0)
 }
 
+pub(crate) fn is_stay_over(region: &Region, id: MemberId, incarnation: [u8; 16]) -> bool {
+    let Some(record) = region.member(id.0) else { return true };
+    let word = record.word.load(Ordering::SeqCst);
+    if matches!(MemberWord(word).state(), MemberState::Free | MemberState::Joining) {
+        return true;
+    }
+    let (lo, hi) = crate::BlockId(incarnation).halves();
+    let named = record.incarnation.iter().map(|half| half.load(Ordering::SeqCst)).eq([lo, hi]);
+    // Written before the record was joined: they belong to this word if it is still there.
+    !named && record.word.load(Ordering::SeqCst) == word
+}
+
 pub(crate) fn join(
     control: &Control,
     at: Option<MemberId>,
@@ -489,6 +501,12 @@ impl MemberInner {
     /// True while the region may be written in this member's name.
     pub(crate) fn may_write(&self) -> bool {
         self.fenced.load(Ordering::Relaxed) == NOT_FENCED && self.control.region.is_ours()
+    }
+
+    /// True while this member may clear up after the dead. An operator's word against it is no reason to
+    /// leave that to others: it may be the only one that has the proof.
+    pub(crate) fn may_clear_up(&self) -> bool {
+        self.may_write() && (self.is_joined() || self.is_expelled())
     }
 
     /// True while the record says that this stay goes on.

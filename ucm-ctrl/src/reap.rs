@@ -5,13 +5,13 @@
 
 use crate::{
     FailKind, Member, MemberId,
-    bucket::{Patience, break_lock_of},
+    bucket::{Patience, break_lock_of, is_locked_by},
     expel::finish_expulsions,
     failpoint::failpoint,
     handles::announce_anyway,
     layout::{MAX_MEMBERS, MAX_POOLS, MemberRecord, Slot},
     member::{MemberInner, MemberState, MemberWord},
-    region::PoolTables,
+    region::{PoolTables, Region},
     slot::{Phase, SlotWord},
     sync::Ordering,
 };
@@ -45,6 +45,13 @@ impl Member {
         self.reap(id, Some(word.generation()))
     }
 
+    /// False when this member cannot clear up after others: it has been cleared up after itself, or has
+    /// released a pin twice.
+    #[must_use]
+    pub fn may_reap(&self) -> bool {
+        self.inner.may_clear_up()
+    }
+
     /// Clears up after another member. Call only with proof that its process is dead and its memory
     /// accesses have ended; `generation` is the one it joined with, `None` for whichever holds the
     /// seat. Safe to call from several members at once: one does the work, and what others wait for is
@@ -64,7 +71,7 @@ impl Member {
 
 fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
     let mut reaped = Reaped::default();
-    if me.check().is_err() || id.0 == me.index {
+    if !me.may_clear_up() || id.0 == me.index {
         return reaped;
     }
     let Some(record) = me.control.region.member(id.0) else { return reaped };
@@ -94,6 +101,20 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
     me.count(|c| &c.locks_recovered, reaped.locks);
     me.count(|c| &c.repairs, reaped.locks);
     reaped
+}
+
+/// Whether this seat owns or pins a slot, or holds a lock.
+pub(crate) fn holds_anything(region: &Region, seat: u8) -> bool {
+    (0..MAX_POOLS).filter_map(|pool| region.pool(pool)).any(|tables| {
+        let holds = |slot: &Slot| {
+            let word = slot.load();
+            // A slot that was never used names seat 0.
+            let owned = word.phase() != Phase::Free && word.owner() == Some(seat);
+            owned || is_pinned_by(slot, seat)
+        };
+        tables.slots.iter().any(holds)
+            || tables.buckets.iter().any(|bucket| is_locked_by(&bucket.lock, seat))
+    })
 }
 
 /// A member record that this member is clearing.
@@ -329,7 +350,8 @@ fn recover_word(
             let taken = slot.change(word, word.to(Phase::Detached, Some(me.index)));
             failpoint!("reap.take.after");
             if taken {
-                me.give_back(pool, index, Patience::Enough);
+                // The reminder tries again: nobody waits here for the lock of a stopped member.
+                me.give_back(pool, index, Patience::Brief);
             }
             taken
         }

@@ -22,6 +22,9 @@ const GUARDABLE: usize = 64 * 1024;
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 static GUARDED: [AtomicU64; GUARDABLE / 64] = [const { AtomicU64::new(0) }; GUARDABLE / 64];
 static INSTALL: Once = Once::new();
+/// Forks of this process that began, and those of them that the parent has returned from.
+static STARTED: AtomicU64 = AtomicU64::new(0);
+static FINISHED: AtomicU64 = AtomicU64::new(0);
 
 /// A descriptor shared by several owners of one process, closed with the last, dead in a fork.
 ///
@@ -50,6 +53,21 @@ impl GuardedFd {
         install();
         mark(fd.as_raw_fd(), true);
         Self(fd)
+    }
+
+    /// Guards a descriptor of which no child may have a copy, not even one that another thread forks
+    /// between `make` and the guard: it is made again then. Before it is locked, bound or listened at.
+    pub(crate) fn made<E>(make: impl Fn() -> Result<OwnedFd, E>) -> Result<Self, E> {
+        install();
+        loop {
+            let finished = FINISHED.load(Ordering::SeqCst);
+            let guarded = Self::new(make()?);
+            // A fork that begins only now finds it marked.
+            if STARTED.load(Ordering::SeqCst) == finished {
+                return Ok(guarded);
+            }
+            std::thread::yield_now();
+        }
     }
 }
 
@@ -108,9 +126,9 @@ impl Birthplace {
 
 fn install() {
     INSTALL.call_once(|| {
-        // SAFETY: `in_child` is a plain function that only uses atomics and plain system calls, both
-        // allowed between fork and exec; it stays valid as long as the program's code.
-        let rc = unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        // SAFETY: these are plain functions that only use atomics and plain system calls, both allowed
+        // between fork and exec; they stay valid as long as the program's code.
+        let rc = unsafe { libc::pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
         if rc != 0 {
             tracing::warn!(rc, "fork guard not installed: a forked child can hold locks");
         }
@@ -122,13 +140,23 @@ fn mark(fd: RawFd, on: bool) {
     let Some(word) = GUARDED.get(number / 64) else { return };
     let bit = 1u64 << (number % 64);
     if on {
-        word.fetch_or(bit, Ordering::Relaxed);
+        word.fetch_or(bit, Ordering::SeqCst);
     } else {
         word.fetch_and(!bit, Ordering::Relaxed);
     }
 }
 
+unsafe extern "C" fn before() {
+    STARTED.fetch_add(1, Ordering::SeqCst);
+}
+
+unsafe extern "C" fn in_parent() {
+    FINISHED.fetch_add(1, Ordering::SeqCst);
+}
+
 unsafe extern "C" fn in_child() {
+    // The fork that made this process is over here, too.
+    FINISHED.store(STARTED.load(Ordering::SeqCst), Ordering::SeqCst);
     GENERATION.fetch_add(1, Ordering::Relaxed);
     let mut dead: RawFd = -1;
     let mut base: RawFd = 0;
@@ -198,6 +226,43 @@ mod tests {
         drop(guarded);
         // All writers are gone: end of file, although the child had inherited the write end.
         assert_eq!(rustix::io::read(&reader, &mut [0u8; 1]).unwrap(), 0);
+    }
+
+    /// Another thread forks after the descriptor was made and before it is guarded. Mutant: it is not made again.
+    #[test]
+    fn d9_a_child_that_is_forked_before_the_guard_has_no_copy_of_what_is_used() {
+        let made = std::cell::RefCell::new(Vec::new());
+        let child = std::cell::Cell::new(0);
+        let make = || {
+            let (reader, writer) = rustix::pipe::pipe()?;
+            made.borrow_mut().push(reader);
+            if child.get() == 0 {
+                // SAFETY: the child only makes system calls until it is killed.
+                child.set(unsafe { libc::fork() });
+                if child.get() == 0 {
+                    loop {
+                        // SAFETY: waits for a signal.
+                        unsafe { libc::pause() };
+                    }
+                }
+            }
+            Ok::<_, rustix::io::Errno>(writer)
+        };
+        let guarded = GuardedFd::made(make).unwrap();
+        drop(guarded);
+        let readers = made.into_inner();
+        for reader in &readers {
+            rustix::io::ioctl_fionbio(reader, true).unwrap();
+        }
+        let ends = |reader: &OwnedFd| rustix::io::read(reader, &mut [0u8; 1]) == Ok(0);
+        // The child holds the first one's other end; of the last one nobody does.
+        assert!(readers.len() > 1);
+        assert!(!ends(&readers[0]));
+        assert!(readers.last().is_some_and(ends));
+        // SAFETY: ends the child made above.
+        unsafe { libc::kill(child.get(), libc::SIGKILL) };
+        // SAFETY: waits for it; no status is asked for.
+        unsafe { libc::waitpid(child.get(), std::ptr::null_mut(), 0) };
     }
 
     #[test]

@@ -11,8 +11,8 @@ use std::{
 };
 
 use ucm_ctrl::{
-    Control, Geometry, LAYOUT_VERSION, Member, MemberId, MemberInspection, MemberSpec, MemberState,
-    PoolGeometry, WeakMember,
+    Control, Geometry, LAYOUT_VERSION, Member, MemberId, MemberSpec, MemberState, PoolGeometry,
+    WeakMember,
 };
 use ucm_data::{
     Admission, Admitted, Enter, LayoutTag, Liveness, Membership, Offer, PeerWatch, Rendezvous,
@@ -108,6 +108,7 @@ fn enter_as(
     layout: LayoutTag,
     progress: &Progress<'_>,
 ) -> Result<Instance, Error> {
+    let any = when_absent == WhenAbsent::Wait && layout.fits_any_geometry();
     let rendezvous = RendezvousConfig {
         deadline: config.join_timeout(),
         sockets: config.cache.sockets.into(),
@@ -115,7 +116,7 @@ fn enter_as(
         ..RendezvousConfig::new(config.instance_dir(), layout)
     };
     let mut entrant =
-        Entrant { config, spec, progress, control: None, member: None, segments: Vec::new() };
+        Entrant { config, spec, any, progress, control: None, member: None, segments: Vec::new() };
     let membership = Rendezvous::enter(&rendezvous, &mut entrant)?;
     let (watch, created) = (membership.watch().clone(), membership.created());
     let Some((member, hooks)) = entrant.member.take() else {
@@ -130,6 +131,8 @@ fn enter_as(
 struct Entrant<'a> {
     config: &'a Config,
     spec: MemberSpec,
+    /// Whatever the cache's geometry.
+    any: bool,
     progress: &'a Progress<'a>,
     control: Option<Control>,
     member: Option<(Member, Arc<Hooks>)>,
@@ -191,6 +194,18 @@ impl Enter for Entrant<'_> {
             Some(control) => control,
             None => {
                 let (control, segments) = attach(admission.offer)?;
+                // One that fits any geometry may have passed the offer on.
+                if !self.any && *control.geometry() != geometry(self.config) {
+                    return Err(Error::Data(ucm_data::DataError::new(
+                        ucm_data::ErrorKind::Layout,
+                        format!(
+                            "the live cache has {:?}, this process wants {:?}; use the same \
+                             configuration everywhere",
+                            control.geometry(),
+                            geometry(self.config)
+                        ),
+                    )));
+                }
                 self.segments = segments;
                 control
             }
@@ -251,11 +266,7 @@ fn repair_leftovers(member: &Member, occupied: &[u16]) {
         if !seated && other.state != MemberState::Free {
             member.expel(MemberId(other.index), other.generation);
             let unproven = matches!(other.state, MemberState::Joined | MemberState::Expelled);
-            let holds = |now: &MemberInspection| {
-                let same = (now.index, now.generation) == (other.index, other.generation);
-                same && now.pins + now.filling > 0
-            };
-            if unproven && control.inspect().members.iter().any(holds) {
+            if unproven && control.holds_anything(MemberId(other.index)) {
                 tracing::warn!(
                     seat = other.index,
                     "a member that nobody knows holds slots; they stay out of use until its end is heard of"
@@ -287,17 +298,20 @@ impl Hooks {
 }
 
 impl StewardHooks for Hooks {
-    fn on_death(&self, seat: u16, incarnation: Token) {
-        if let (Some(member), Ok(seat)) = (self.upgrade(), u8::try_from(seat)) {
-            let reaped = member.reap_stay(MemberId(seat), incarnation.0);
-            if reaped.done {
-                tracing::warn!(seat, ?reaped, "a member died; cleared up after it");
-            }
+    fn on_death(&self, seat: u16, incarnation: Token) -> bool {
+        let (Some(member), Ok(seat)) = (self.upgrade(), u8::try_from(seat)) else { return false };
+        let reaped = member.reap_stay(MemberId(seat), incarnation.0);
+        if reaped.done {
+            tracing::warn!(seat, ?reaped, "a member died; cleared up after it");
         }
+        member.may_reap()
     }
 
-    fn on_vanished(&self, seat: u16, incarnation: Token) {
+    fn on_vanished(&self, seat: u16, incarnation: Token) -> bool {
         if let (Some(member), Ok(seat)) = (self.upgrade(), u8::try_from(seat)) {
+            if member.control().is_stay_over(MemberId(seat), incarnation.0) {
+                return true;
+            }
             let members = member.control().inspect_members();
             // Read before the stay: if that is the right one, so is the generation, or it is over.
             let generation = members.iter().find(|m| m.index == seat).map(|m| m.generation);
@@ -312,6 +326,7 @@ impl StewardHooks for Hooks {
                 );
             }
         }
+        false
     }
 
     fn on_failed_join(&self, occupied: &[u16]) {
@@ -323,7 +338,7 @@ impl StewardHooks for Hooks {
     fn on_leave(&self, seat: u16, incarnation: Token) {
         // A member that leaves gives its record back first, and its seat last. If the record is
         // still there, something kept it from doing so; nothing of it touches the memory any more.
-        self.on_death(seat, incarnation);
+        let _ = self.on_death(seat, incarnation);
     }
 }
 

@@ -105,7 +105,9 @@ pub(crate) fn meet(
 struct NoHooks;
 
 impl StewardHooks for NoHooks {
-    fn on_death(&self, _: u16, _: Token) {}
+    fn on_death(&self, _: u16, _: Token) -> bool {
+        true
+    }
     fn on_leave(&self, _: u16, _: Token) {}
 }
 

@@ -148,3 +148,69 @@ fn w6_the_fills_of_the_seats_next_holder_are_not_the_expelleds() {
     drop(next);
     assert_at_rest(&control);
 }
+
+/// An expelled member is the only one that sees another die: it clears up, and the survivors' waiters hear.
+/// Mutant: only who may begin something clears up.
+#[test]
+fn w6_d1_an_expelled_member_clears_up_after_the_dead() {
+    let control = cache(2);
+    let (operator, witness) = (rank(&control), rank(&control));
+    let dead = ManuallyDrop::new(rank(&control));
+    let theirs = ManuallyDrop::new(dead.pool(PoolId(0)).unwrap());
+    let _fill = ManuallyDrop::new(own(&theirs, &key(1)));
+    let waiter = wait(&operator.pool(PoolId(0)).unwrap(), &key(1));
+    assert!(control.holds_anything(dead.id()));
+    assert!(operator.expel(witness.id(), witness.generation()).done);
+    let reaped = witness.reap(dead.id(), Some(dead.generation()));
+    assert_eq!((reaped.done, reaped.slots), (true, 1));
+    assert_eq!(waiter.wait(None), WaitOutcome::OwnerDied);
+    assert!(!control.holds_anything(dead.id()));
+    drop((waiter, witness));
+    assert_at_rest(&control);
+}
+
+/// What keeps a seat from being given away without proof: a slot that is owned, in whatever phase, a pin, a lock.
+/// Mutants: pins only; owners only; no locks.
+#[test]
+fn d1_a_seat_holds_what_it_owns_pins_or_locks() {
+    let control = cache(2);
+    let (one, two) = (rank(&control), rank(&control));
+    let (pool, other) = (one.pool(PoolId(0)).unwrap(), two.pool(PoolId(0)).unwrap());
+    let holds = || [one.id(), two.id()].map(|id| control.holds_anything(id));
+    assert_eq!(holds(), [false, false]);
+    let pin = own(&pool, &key(1)).publish().unwrap();
+    assert_eq!(holds(), [true, false]);
+    drop(pin);
+    let slot = &tables(&control).slots[0];
+    let word = slot.load();
+    assert!(slot.change(word, word.to(Phase::Detached, Some(two.id().0))));
+    assert_eq!(holds(), [false, true]);
+    let now = slot.load();
+    assert!(slot.change(now, word));
+    let hashed = other.raw(&key(1)).hashed;
+    let held = tables(&control).lock(&other.member, hashed, crate::bucket::Patience::Enough);
+    assert_eq!(holds(), [false, true]);
+    drop(held);
+    assert_eq!(holds(), [false, false]);
+}
+
+/// A stay is over when its record is free or another's, not while somebody clears it up. Mutants: a record that is
+/// being cleared up counts; another stay's does not.
+#[test]
+fn d5_a_stay_is_over_when_its_record_is() {
+    let control = cache(1);
+    let spec = |n| crate::MemberSpec::rank(0, 1).named([n; 16]);
+    let first = control.join_at(crate::MemberId(3), spec(1)).unwrap();
+    let over = |n| control.is_stay_over(crate::MemberId(3), [n; 16]);
+    assert_eq!([over(1), over(2)], [false, true]);
+    let record = control.region.member(3).unwrap();
+    let word = record.word.load(Ordering::SeqCst);
+    let reaping = crate::member::MemberWord::with(MemberState::Reaping, 5, first.generation()).0;
+    record.word.store(reaping, Ordering::SeqCst);
+    assert!(!over(1));
+    record.word.store(word, Ordering::SeqCst);
+    drop(first);
+    assert!(over(1));
+    let _second = control.join_at(crate::MemberId(3), spec(2)).unwrap();
+    assert_eq!([over(1), over(2)], [true, false]);
+}

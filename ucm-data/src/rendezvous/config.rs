@@ -24,6 +24,9 @@ pub(crate) const MAX_FDS: usize = 16 * 1024;
 pub struct Token(pub [u8; 16]);
 
 impl Token {
+    /// Names nothing.
+    pub(crate) const NOBODY: Self = Self([0; 16]);
+
     /// A fresh random token.
     ///
     /// # Errors
@@ -80,10 +83,16 @@ impl LayoutTag {
     /// [`any_geometry`](Self::any_geometry) agrees with every geometry.
     #[must_use]
     pub fn agrees_with(&self, other: &Self) -> bool {
-        let any = |tag: &Self| tag.fingerprint == [0; 32];
+        let fits = self.fits_any_geometry() || other.fits_any_geometry();
         self.protocol == other.protocol
             && self.layout_version == other.layout_version
-            && (self.fingerprint == other.fingerprint || any(self) || any(other))
+            && (self.fingerprint == other.fingerprint || fits)
+    }
+
+    /// True for a tag of [`any_geometry`](Self::any_geometry).
+    #[must_use]
+    pub fn fits_any_geometry(&self) -> bool {
+        self.fingerprint == [0; 32]
     }
 }
 

@@ -9,7 +9,7 @@
 //! lives, `has_members` is true for everybody else.
 
 use std::fs::{self, DirBuilder};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -44,14 +44,15 @@ impl Directory {
             )));
         }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let fd: OwnedFd = rustix::fs::open(path, flags, Mode::empty()).map_err(|e| match e {
+        let open = || rustix::fs::open(path, flags, Mode::empty());
+        let fd = GuardedFd::made(open).map_err(|e| match e {
             Errno::ACCESS | Errno::PERM => denied(format!(
                 "instance directory {shown} belongs to somebody else ({e}); run as its owner or name \
                  another directory"
             )),
             e => limit_or_os(&format!("opening instance directory {shown}"), e),
         })?;
-        let stat = rustix::fs::fstat(&fd)
+        let stat = rustix::fs::fstat(fd.as_fd())
             .map_err(|e| DataError::os(format!("fstat of instance directory {shown}"), e))?;
         let uid = rustix::process::geteuid().as_raw();
         if stat.st_uid != uid {
@@ -78,15 +79,15 @@ impl Directory {
         let seats = match sockets {
             Sockets::Abstract => Seats::Abstract { device: stat.st_dev, inode: stat.st_ino },
             // Through the descriptor where the path is too long for a socket address.
-            Sockets::Files if longest > 90 => {
-                Seats::Files { dir: PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd())) }
-            }
+            Sockets::Files if longest > 90 => Seats::Files {
+                dir: PathBuf::from(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd())),
+            },
             // Absolute, so that it stays right if the process changes its directory.
             Sockets::Files => {
                 Seats::Files { dir: fs::canonicalize(path).unwrap_or_else(|_| path.to_path_buf()) }
             }
         };
-        Ok(Arc::new(Self { fd: GuardedFd::new(fd), path: path.to_path_buf(), seats }))
+        Ok(Arc::new(Self { fd, path: path.to_path_buf(), seats }))
     }
 
     pub(crate) fn seats(&self) -> &Seats {
@@ -100,10 +101,11 @@ impl Directory {
     /// The same directory, opened once more: with locks of its own.
     pub(crate) fn again(&self) -> Result<Arc<Self>, DataError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let fd = rustix::fs::openat(self.fd.as_fd(), ".", flags, Mode::empty())
+        let open = || rustix::fs::openat(self.fd.as_fd(), ".", flags, Mode::empty());
+        let fd = GuardedFd::made(open)
             .map_err(|e| limit_or_os(&format!("opening {}", self.path.display()), e))?;
         let (path, seats) = (self.path.clone(), self.seats.clone());
-        Ok(Arc::new(Self { fd: GuardedFd::new(fd), path, seats }))
+        Ok(Arc::new(Self { fd, path, seats }))
     }
 
     /// Excludes all other entering processes until the guard is dropped.
@@ -182,12 +184,22 @@ impl Directory {
     }
 
     fn record_lock(&self, command: i32, kind: i32, byte: i64) -> Result<libc::flock, DataError> {
+        self.record_locks(command, kind, (byte, 1))
+    }
+
+    /// `l_len` of 0: to the end.
+    fn record_locks(
+        &self,
+        command: i32,
+        kind: i32,
+        (byte, l_len): (i64, i64),
+    ) -> Result<libc::flock, DataError> {
         let overflow = |_| DataError::invalid("record lock");
         let mut request = libc::flock {
             l_type: kind.try_into().map_err(overflow)?,
             l_whence: libc::SEEK_SET.try_into().map_err(overflow)?,
             l_start: byte,
-            l_len: 1,
+            l_len,
             l_pid: 0,
         };
         // SAFETY: the descriptor is open and `request` is a complete flock structure that the kernel
@@ -199,6 +211,13 @@ impl Directory {
         let error = std::io::Error::last_os_error();
         let errno = Errno::from_io_error(&error).unwrap_or(Errno::INVAL);
         Err(DataError::os(format!("record lock on {}", self.path.display()), errno))
+    }
+}
+
+impl Drop for Directory {
+    fn drop(&mut self) {
+        // Before the guard goes: a child that is forked in between keeps the descriptor, not the locks.
+        let _ = self.record_locks(libc::F_OFD_SETLK, libc::F_UNLCK, (0, 0));
     }
 }
 

@@ -34,7 +34,7 @@ pub(crate) struct Way<'a> {
 
 /// Why a joiner cannot sit down yet.
 #[derive(Clone, Copy, Debug)]
-enum Lack {
+pub(crate) enum Lack {
     /// It was reached a moment ago.
     Answer,
     /// It is out of descriptors.
@@ -120,12 +120,13 @@ impl Reached {
                 return Ok(Some(Lack::Answer));
             }
             before = prospect.refusal;
-            self.prospects.retain(|prospect| prospect.seat != seat);
         }
+        // Whoever was met stays in the list, and its process watched, until another one is met there.
         match knock(way.directory, way.layout, way.watch, seat)? {
             Knock::Met(mut prospect) => {
                 let lack = Lack::of(before, prospect.pid);
                 prospect.before = before;
+                self.prospects.retain(|prospect| prospect.seat != seat);
                 self.prospects.push(prospect);
                 Ok(Some(lack))
             }
@@ -154,6 +155,7 @@ impl Reached {
             // On its way out, or its name is gone and it puts it back.
             Some(Passed::Talks) => Ok(Some(Lack::Name { seat })),
             Some(Passed::Silent(incarnation, life)) => {
+                self.prospects.retain(|prospect| prospect.seat != seat);
                 self.told.push(Told { seat, incarnation, life });
                 Ok(None)
             }
@@ -181,7 +183,9 @@ impl Prospect {
             return Ok(None);
         };
         Ok(Some(match fds.pop() {
-            None => Passed::Over,
+            None if incarnation == Token::NOBODY => Passed::Over,
+            // Its end is proven, and it may not have been cleared up after.
+            None => Passed::Silent(incarnation, Life::Over),
             Some(_) if talks => Passed::Talks,
             Some(fd) => Passed::Silent(incarnation, Life::Watched(GuardedFd::new(fd))),
         }))
@@ -190,7 +194,7 @@ impl Prospect {
 
 impl Lack {
     /// Of somebody who was reached a moment ago, and has refused before.
-    fn of(before: Option<Refusal>, pid: i32) -> Self {
+    pub(crate) fn of(before: Option<Refusal>, pid: i32) -> Self {
         match before {
             Some(Refusal::DescriptorLimit) => Self::Limit { pid },
             Some(Refusal::Crowded) => Self::Crowd { pid },
@@ -199,7 +203,7 @@ impl Lack {
     }
 
     /// `None` if it can be done without.
-    fn error(self) -> Option<DataError> {
+    pub(crate) fn error(self) -> Option<DataError> {
         let (kind, text) = match self {
             Self::Answer => return None,
             Self::Limit { pid } => return Some(at_its_limit(pid)),
@@ -230,7 +234,7 @@ impl Lack {
 }
 
 /// A member cannot take another one in.
-pub(crate) fn at_its_limit(pid: i32) -> DataError {
+fn at_its_limit(pid: i32) -> DataError {
     DataError::new(
         ErrorKind::DescriptorLimit,
         format!(

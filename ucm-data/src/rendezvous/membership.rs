@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use crate::failpoint::failpoint;
 use crate::rendezvous::config::{Offer, RendezvousConfig, Token, WhenAbsent};
 use crate::rendezvous::directory::{Directory, Locked};
-use crate::rendezvous::meet::{Way, at_its_limit};
+use crate::rendezvous::meet::Way;
 use crate::rendezvous::probe::{Answer, Reached, Welcome, reach};
 use crate::rendezvous::process::limit_or_os;
 use crate::rendezvous::roster::{Me, Roster};
@@ -117,7 +117,8 @@ impl Rendezvous {
     ///
     /// # Errors
     /// `Denied` for a directory or member of another user, `Layout` for another layout (both named),
-    /// `Unreachable` if members live in another network namespace, `Deadline` if nobody answers or
+    /// `Unreachable` if members live but none was met until the deadline (another network namespace),
+    /// `Deadline` if nobody answers or
     /// nobody creates in time, or if a member cannot be told of this one (both can be retried, as can
     /// `DescriptorLimit` of this process or of a member), `Seat` for a seat that is taken; the caller's
     /// errors of `create` and `admit`.
@@ -131,8 +132,7 @@ impl Rendezvous {
         let deadline =
             now.checked_add(config.deadline).unwrap_or(now + Duration::from_secs(1 << 30));
         let mut pause = Duration::from_millis(1);
-        let mut unreachable_since = None;
-        let mut limited = None;
+        let mut obstacle = None;
         loop {
             let directory = Directory::open(&config.dir, config.sockets)?;
             let watch = PeerWatch::new();
@@ -157,12 +157,7 @@ impl Rendezvous {
                         }
                     }
                     Answer::Nobody if directory.has_members()? => {
-                        limited = reached.limited();
-                        // Sockets and lock of an ending process go within moments of each other.
-                        let since = *unreachable_since.get_or_insert_with(Instant::now);
-                        if limited.is_none() && since.elapsed() >= UNREACHABLE_AFTER {
-                            return Err(unreachable(&directory).into());
-                        }
+                        obstacle = reached.obstacle();
                     }
                     Answer::Nobody if config.when_absent == WhenAbsent::Create => {
                         let offer = caller.create()?;
@@ -170,18 +165,16 @@ impl Rendezvous {
                         failpoint!("enter.create.after");
                         return entry(reached, offer, None).sit(caller, locked);
                     }
-                    Answer::Nobody => unreachable_since = None,
+                    Answer::Nobody => {}
                 }
             }
             // Nobody yet, or somebody in the middle of leaving or ending.
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(if let Some(pid) = limited {
-                    at_its_limit(pid).into()
-                } else if directory.has_members()? {
-                    unreachable(&directory).into()
-                } else {
-                    nobody_came(config).into()
+                return Err(match obstacle {
+                    _ if !directory.has_members()? => nobody_came(config).into(),
+                    Some(obstacle) => obstacle.into(),
+                    None => unreachable(&directory).into(),
                 });
             }
             std::thread::sleep(pause.min(left));
@@ -287,9 +280,6 @@ impl Drop for Membership {
         }
     }
 }
-
-/// How long members may be signed in without a socket that answers.
-const UNREACHABLE_AFTER: Duration = Duration::from_secs(2);
 
 /// Everything gathered before sitting down.
 struct Entry<'a> {

@@ -15,6 +15,7 @@ use rustix::io::Errno;
 use crate::fork::SharedFd;
 use crate::rendezvous::config::{LayoutTag, MAX_SEATS, Offer, Token};
 use crate::rendezvous::directory::Directory;
+use crate::rendezvous::meet::Lack;
 use crate::rendezvous::process::{Life, descriptor_limit, limit_or_os, peer_of};
 use crate::rendezvous::roster::ConnId;
 use crate::rendezvous::socket::{self, Received, Receiver};
@@ -71,6 +72,8 @@ pub(crate) struct Reached {
     pub(crate) told: Vec<Told>,
     /// Seats that are taken, by members (also such as cannot be reached) or by foreign listeners.
     pub(crate) occupied: Vec<u16>,
+    /// A seat whose queue is full.
+    pub(crate) full: Option<u16>,
 }
 
 /// What a connection attempt met.
@@ -97,11 +100,13 @@ pub(crate) fn reach(
     layout: &LayoutTag,
     watch: &PeerWatch,
 ) -> Result<Reached, DataError> {
-    let mut reached = Reached { prospects: Vec::new(), told: Vec::new(), occupied: Vec::new() };
+    let mut reached =
+        Reached { prospects: Vec::new(), told: Vec::new(), occupied: Vec::new(), full: None };
     for seat in 0..MAX_SEATS {
         match knock(directory, layout, watch, seat)? {
             Knock::Met(prospect) => reached.prospects.push(prospect),
-            Knock::Foreign | Knock::Full => {}
+            Knock::Full => reached.full = Some(seat),
+            Knock::Foreign => {}
             Knock::Nobody if stays_held(directory, seat)? => {
                 tracing::warn!(seat, "a living member's socket is gone; nobody can reach it");
             }
@@ -209,10 +214,11 @@ impl Reached {
         }
     }
 
-    /// A member that refused for lack of descriptors.
-    pub(crate) fn limited(&self) -> Option<i32> {
-        let limited = |p: &&Prospect| p.refusal == Some(Refusal::DescriptorLimit);
-        self.prospects.iter().find(limited).map(|prospect| prospect.pid)
+    /// Why nobody has answered, where members were met.
+    pub(crate) fn obstacle(&self) -> Option<DataError> {
+        let refused = self.prospects.iter().filter(|prospect| prospect.refusal.is_some());
+        let by_prospect = refused.map(|p| Lack::of(p.refusal, p.pid));
+        by_prospect.chain(self.full.map(|seat| Lack::Room { seat })).find_map(Lack::error)
     }
 
     fn no_answer(&self) -> DataError {

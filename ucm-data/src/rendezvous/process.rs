@@ -4,9 +4,11 @@
 //! when the process had ended before a pidfd could be made).
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::sync::OnceLock;
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use rustix::process::{Pid, PidfdFlags};
 
 use crate::DataError;
@@ -27,17 +29,17 @@ impl Life {
     pub(crate) fn of_peer(socket: BorrowedFd<'_>, pid: i32) -> Result<Self, DataError> {
         match peer_pidfd(socket) {
             Ok(fd) => Ok(Self::Watched(GuardedFd::new(fd))),
-            // The process has ended and was reaped: no process there to make a pidfd for.
-            Err(Errno::SRCH) => Ok(Self::Over),
-            // Kernels before 6.5 do not know the option; some after say INVAL for a reaped process.
-            Err(Errno::NOPROTOOPT | Errno::INVAL) => Self::by_number(socket, pid),
-            Err(e) => Err(limit_or_os("SO_PEERPIDFD", e)),
+            Err(e) => match Lacking::of(e, peer_pidfds_are_known) {
+                Lacking::Process => Ok(Self::Over),
+                Lacking::Option => Self::by_number(pid),
+                Lacking::Other => Err(limit_or_os("SO_PEERPIDFD", e)),
+            },
         }
     }
 
-    /// The number could have been reused; it was not if the process still held its end of the socket
-    /// after the pidfd was made.
-    fn by_number(socket: BorrowedFd<'_>, pid: i32) -> Result<Self, DataError> {
+    /// For kernels before 6.5. The number could have been reused: then another process is watched, and
+    /// this one's end is heard of late. A closed socket proves nothing, so it cannot be asked.
+    fn by_number(pid: i32) -> Result<Self, DataError> {
         let Some(pid) = Pid::from_raw(pid) else {
             return Err(DataError::new(
                 crate::ErrorKind::Os,
@@ -46,8 +48,8 @@ impl Life {
             ));
         };
         match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
-            Ok(fd) if !is_closed(socket) => Ok(Self::Watched(GuardedFd::new(fd))),
-            Ok(_) | Err(Errno::SRCH) => Ok(Self::Over),
+            Ok(fd) => Ok(Self::Watched(GuardedFd::new(fd))),
+            Err(Errno::SRCH) => Ok(Self::Over),
             Err(e) => Err(limit_or_os(&format!("pidfd_open of process {pid:?}"), e)),
         }
     }
@@ -65,6 +67,38 @@ impl Life {
             Self::Over => None,
         }
     }
+}
+
+/// Why a peer's pidfd could not be had.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Lacking {
+    /// It has ended and was reaped: there is no process to make a pidfd for.
+    Process,
+    /// The kernel does not know the option.
+    Option,
+    Other,
+}
+
+impl Lacking {
+    /// Between 6.5 and 6.16 a reaped process is `INVAL`; some kernels without the option say that, too.
+    fn of(errno: Errno, option_is_known: impl FnOnce() -> bool) -> Self {
+        match errno {
+            Errno::SRCH => Self::Process,
+            Errno::INVAL if option_is_known() => Self::Process,
+            Errno::INVAL | Errno::NOPROTOOPT => Self::Option,
+            _ => Self::Other,
+        }
+    }
+}
+
+/// Asks for this very process's pidfd over a pair of sockets of its own.
+fn peer_pidfds_are_known() -> bool {
+    static KNOWN: OnceLock<bool> = OnceLock::new();
+    *KNOWN.get_or_init(|| {
+        let flags = SocketFlags::CLOEXEC;
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+            .is_ok_and(|(one, _other)| peer_pidfd(one.as_fd()).is_ok())
+    })
 }
 
 /// Credentials of the peer at connect or listen time.
@@ -143,4 +177,36 @@ fn is_ready(fd: BorrowedFd<'_>, flags: PollFlags) -> bool {
     let zero = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
     rustix::event::poll(&mut fds, Some(&zero)).is_ok()
         && fds.iter().any(|fd| fd.revents().intersects(flags))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn d1_what_the_kernel_says_of_a_process_that_was_reaped_is_understood() {
+        assert_eq!(Lacking::of(Errno::SRCH, || unreachable!()), Lacking::Process);
+        assert_eq!(Lacking::of(Errno::INVAL, || true), Lacking::Process);
+        assert_eq!(Lacking::of(Errno::INVAL, || false), Lacking::Option);
+        assert_eq!(Lacking::of(Errno::NOPROTOOPT, || unreachable!()), Lacking::Option);
+        assert_eq!(Lacking::of(Errno::MFILE, || unreachable!()), Lacking::Other);
+    }
+
+    /// A process whose descriptors are closed may have others that take long, and writes until it is over. Mutant:
+    /// a closed socket counts.
+    #[test]
+    fn d1_without_pidfds_of_peers_a_process_is_over_only_when_it_has_ended() {
+        let mut child =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+        let life = Life::by_number(i32::try_from(child.id()).unwrap()).unwrap();
+        assert!(!life.is_over());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(life.is_over());
+        let number = i32::try_from(child.id()).unwrap();
+        assert!(Life::by_number(number).unwrap().is_over(), "nobody has the number again so soon");
+        assert!(Life::by_number(0).is_err());
+    }
 }

@@ -51,6 +51,8 @@ pub(crate) enum Action {
     Hang,
     /// Forget connection and process.
     Forget,
+    /// The same of another one.
+    ForgetOther(ConnId),
     Notify(Notice),
 }
 
@@ -102,11 +104,13 @@ pub(crate) struct Roster {
     entries: Vec<(ConnId, Phase)>,
     /// Last end seen at each seat.
     fates: Vec<(u16, Token, Fate)>,
+    /// Stays whose end is proven, and that this member could not clear up after.
+    uncleared: Vec<(u16, Token)>,
 }
 
 impl Roster {
     pub(crate) fn new(me: Me) -> Self {
-        Self { me, entries: Vec::new(), fates: Vec::new() }
+        Self { me, entries: Vec::new(), fates: Vec::new(), uncleared: Vec::new() }
     }
 
     /// A stranger connected.
@@ -161,7 +165,9 @@ impl Roster {
             (Phase::Joining, Message::Seated { .. }) if known => vec![self.forget(id)],
             (Phase::Joining, Message::Seated { seat, incarnation }) if seat != me.seat => {
                 *phase = Phase::Member { seat, incarnation, line: Line::Up };
-                vec![Action::Notify(Notice::Joined(seat, incarnation))]
+                let mut actions = self.supersede(id, seat);
+                actions.push(Action::Notify(Notice::Joined(seat, incarnation)));
+                actions
             }
             (Phase::Silent { seat }, Message::Welcome { seat: says, incarnation, boot, .. })
                 if says == seat && boot == me.boot =>
@@ -170,10 +176,22 @@ impl Roster {
                 vec![Action::Notify(Notice::Joined(seat, incarnation))]
             }
             (Phase::Silent { .. }, Message::Welcome { .. }) => vec![self.forget(id)],
-            // The answer to our own Hello, after another member already told us who this is.
-            (Phase::Member { seat, incarnation, .. }, Message::Welcome { .. }) => {
+            // The answer to our own Hello, after another member already told us who this is; perhaps it
+            // meant an earlier stay on the seat.
+            (
+                Phase::Member { seat, incarnation: told, .. },
+                Message::Welcome { seat: says, incarnation, .. },
+            ) if says == seat => {
                 *phase = Phase::Member { seat, incarnation, line: Line::Up };
-                Vec::new()
+                if told == incarnation {
+                    Vec::new()
+                } else {
+                    self.ended(seat, told, Fate::Left);
+                    vec![
+                        Action::Notify(Notice::Left(seat, told)),
+                        Action::Notify(Notice::Joined(seat, incarnation)),
+                    ]
+                }
             }
             (Phase::Member { .. }, Message::Unfound) => vec![Action::Rename],
             // A late answer to what this process asked before it sat down, and asked others since.
@@ -190,6 +208,35 @@ impl Roster {
             }
             _ => self.on_closed(id),
         }
+    }
+
+    /// Somebody sits there now: the record was free, so the stay of one that had hung up is over.
+    fn supersede(&mut self, by: ConnId, wanted: u16) -> Vec<Action> {
+        self.uncleared.retain(|(seat, _)| *seat != wanted);
+        let earlier = self.entries.iter().find_map(|(id, phase)| match *phase {
+            Phase::Member { seat, incarnation, line: Line::Down }
+                if seat == wanted && *id != by =>
+            {
+                Some((*id, incarnation))
+            }
+            _ => None,
+        });
+        let Some((id, incarnation)) = earlier else { return Vec::new() };
+        self.ended(wanted, incarnation, Fate::Left);
+        self.forget(id);
+        vec![Action::ForgetOther(id), Action::Notify(Notice::Left(wanted, incarnation))]
+    }
+
+    /// Its stay is over, though its process and perhaps its seat are not.
+    pub(crate) fn over(&mut self, id: ConnId) -> Vec<Action> {
+        let Some((seat, incarnation)) = self.member(id) else { return vec![self.forget(id)] };
+        self.ended(seat, incarnation, Fate::Left);
+        vec![self.forget(id), Action::Notify(Notice::Left(seat, incarnation))]
+    }
+
+    /// Nobody has cleared up after this stay yet, whose end is proven.
+    pub(crate) fn keep(&mut self, seat: u16, incarnation: Token) {
+        self.uncleared.push((seat, incarnation));
     }
 
     /// The connection broke, or carried garbage.
@@ -215,7 +262,7 @@ impl Roster {
                 *line = Line::Down;
                 vec![Action::Hang]
             }
-            _ => vec![self.forget(id)],
+            _ => vec![self.forget(id), Action::Notify(Notice::DiedJoining)],
         }
     }
 
@@ -253,7 +300,10 @@ impl Roster {
                 self.ended(seat, incarnation, Fate::Dead);
                 vec![forget, Action::Notify(Notice::Died(seat, incarnation))]
             }
-            Some(Phase::Joining) => vec![forget, Action::Notify(Notice::DiedJoining)],
+            // Or it sat, and never said who it was.
+            Some(Phase::Joining | Phase::Silent { .. }) => {
+                vec![forget, Action::Notify(Notice::DiedJoining)]
+            }
             _ => vec![forget],
         }
     }
@@ -284,6 +334,18 @@ impl Roster {
         })
     }
 
+    /// A stay on this seat whose end is proven, and that nobody is known to have cleared up after.
+    pub(crate) fn uncleared_at(&self, wanted: u16) -> Option<Token> {
+        let found = self.uncleared.iter().find(|(seat, _)| *seat == wanted);
+        found.map(|(_, incarnation)| *incarnation)
+    }
+
+    /// The connection of this stay.
+    pub(crate) fn conn_of(&self, seat: u16, incarnation: Token) -> Option<ConnId> {
+        let found = self.members().find(|(_, s, i)| (*s, *i) == (seat, incarnation));
+        found.map(|(id, ..)| id)
+    }
+
     /// The member of this connection: seat, incarnation.
     pub(crate) fn member(&self, wanted: ConnId) -> Option<(u16, Token)> {
         self.members().find(|(id, ..)| *id == wanted).map(|(_, seat, stay)| (seat, stay))
@@ -306,6 +368,7 @@ impl Roster {
         // Also those that do not talk: they may be ending, and write until their process is over. They
         // belong to those who hold it.
         let peers = self.members().map(|(_, seat, incarnation)| (seat, incarnation));
+        let peers = peers.chain(self.uncleared.iter().copied());
         let me = &self.me;
         Message::Welcome {
             seat: me.seat,
@@ -390,6 +453,86 @@ mod tests {
             roster.on_message(3, Message::WantFds { first: 2 }),
             [Action::SendFds { first: 2 }]
         );
+    }
+
+    /// The hook could not clear up: the joiner is told, until somebody sits there again. Mutant: not listed.
+    #[test]
+    fn d1_a_stay_that_is_over_and_not_cleared_up_is_told_to_joiners() {
+        let mut roster = roster();
+        let (old, new) = (Token([3; 16]), Token([4; 16]));
+        seat(&mut roster, 1, 5, old);
+        roster.on_exit(1);
+        roster.keep(5, old);
+        let listed = |roster: &mut Roster, id| {
+            roster.accepted(id);
+            match &roster.on_message(id, hello(7))[..] {
+                [Action::Reply(Message::Welcome { peers, .. })] => peers.clone(),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(listed(&mut roster, 2), [(5, old)]);
+        assert_eq!((roster.member_at(5), roster.uncleared_at(5)), (None, Some(old)));
+        seat(&mut roster, 3, 5, new);
+        assert_eq!(listed(&mut roster, 4), [(5, new)]);
+        assert_eq!(roster.uncleared_at(5), None);
+    }
+
+    /// Whoever sits down where another one has hung up: that one's stay is over. Mutants: it stays; one that talks goes.
+    #[test]
+    fn d5_a_new_stay_ends_the_one_before_that_had_hung_up() {
+        let mut roster = roster();
+        let [old, new, other] = [3, 4, 5].map(|n| Token([n; 16]));
+        seat(&mut roster, 1, 5, old);
+        seat(&mut roster, 2, 6, other);
+        assert_eq!(roster.on_closed(1), [Action::Hang]);
+        roster.accepted(3);
+        roster.on_message(3, hello(7));
+        let actions = roster.on_message(3, Message::Seated { seat: 5, incarnation: new });
+        let expected = [
+            Action::ForgetOther(1),
+            Action::Notify(Notice::Left(5, old)),
+            Action::Notify(Notice::Joined(5, new)),
+        ];
+        assert_eq!(actions, expected);
+        assert_eq!(roster.member_at(5), Some((3, new, true)));
+        assert_eq!(roster.fates(), [(5, old, Fate::Left)]);
+        assert_eq!(roster.on_exit(1), [Action::Forget]);
+        assert_eq!(roster.member_at(6), Some((2, other, true)));
+    }
+
+    /// What others say of a stay is corrected by who sits there. Mutant: the welcome's name is not taken.
+    #[test]
+    fn d5_a_welcome_says_whose_stay_it_is() {
+        let mut roster = roster();
+        let [old, new] = [3, 4].map(|n| Token([n; 16]));
+        roster.reached(1, 5, Some(old), false);
+        let welcome = |seat, incarnation| Message::Welcome {
+            seat,
+            incarnation,
+            boot: Token([2; 16]),
+            peers: vec![],
+            meta: 0,
+            fds: 0,
+        };
+        let actions = roster.on_message(1, welcome(5, new));
+        let expected =
+            [Action::Notify(Notice::Left(5, old)), Action::Notify(Notice::Joined(5, new))];
+        assert_eq!(actions, expected);
+        assert_eq!(roster.member(1), Some((5, new)));
+        assert_eq!(roster.on_message(1, welcome(5, new)), []);
+        // One that speaks for another seat is not believed.
+        assert_eq!(roster.on_message(1, welcome(6, new)), [Action::Hang]);
+    }
+
+    /// It sat, perhaps, and never said who it was: its record must be looked for. Mutant: no notice.
+    #[test]
+    fn d1_the_end_of_one_that_never_answered_is_heard() {
+        let mut roster = roster();
+        roster.reached(1, 5, None, false);
+        let expected = [Action::Forget, Action::Notify(Notice::DiedJoining)];
+        assert_eq!(roster.on_exit(1), expected);
+        roster.reached(2, 6, None, false);
+        assert_eq!(roster.lost(2), expected);
     }
 
     #[test]

@@ -57,10 +57,10 @@ pub(crate) fn new_socket() -> Result<OwnedFd, Errno> {
 }
 
 pub(crate) fn listen_at(address: &SocketAddrUnix) -> Result<GuardedFd, Errno> {
-    let socket = new_socket()?;
-    rustix::net::bind(&socket, address)?;
-    rustix::net::listen(&socket, BACKLOG)?;
-    Ok(GuardedFd::new(socket))
+    let socket = GuardedFd::made(new_socket)?;
+    rustix::net::bind(socket.as_fd(), address)?;
+    rustix::net::listen(socket.as_fd(), BACKLOG)?;
+    Ok(socket)
 }
 
 pub(crate) fn connect(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {

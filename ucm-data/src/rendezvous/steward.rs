@@ -47,8 +47,9 @@ pub trait StewardHooks: Send + Sync {
         let _ = (seat, incarnation);
     }
 
-    /// A member's process is proven over. Exactly once per stay.
-    fn on_death(&self, seat: u16, incarnation: Token);
+    /// A member's process is proven over. Exactly once per stay. False if this member could not clear up
+    /// after it: then whoever joins is told of that end as well.
+    fn on_death(&self, seat: u16, incarnation: Token) -> bool;
 
     /// A member left in good order: nothing of it needs repair. Exactly once per stay.
     fn on_leave(&self, seat: u16, incarnation: Token);
@@ -56,9 +57,11 @@ pub trait StewardHooks: Send + Sync {
     /// A member has given up its seat and all connections without a goodbye, and its process goes on: it
     /// has become another program (`exec`), or closed what was not its to close. Nothing of it is proven
     /// quiet before [`on_death`](Self::on_death), but it is lost to the cache. At most once per stay; a
-    /// process that takes long to end is heard of as well.
-    fn on_vanished(&self, seat: u16, incarnation: Token) {
+    /// process that takes long to end is heard of as well, and one whose goodbye was lost. True if the stay
+    /// is over all the same, its record given back: then it has left.
+    fn on_vanished(&self, seat: u16, incarnation: Token) -> bool {
         let _ = (seat, incarnation);
+        false
     }
 
     /// A process ended in the middle of joining: it may have claimed a record without ever sitting there.
@@ -210,16 +213,23 @@ impl Steward {
         self.farewell();
     }
 
-    fn farewell(&self) {
+    fn farewell(&mut self) {
         // The name goes before the listener: nobody can have bound it anew yet.
         self.directory.remove_socket(self.seat);
         failpoint!("leave.name.after");
+        // Nobody new comes, but those who wait there may sit already, and have not been taken in: they
+        // must not take this leave for something else.
+        socket::shutdown(self.listener.as_fd());
+        failpoint!("leave.listener.after");
+        self.spare = None;
+        while let Ok(waiting) = socket::accept(self.listener.as_fd()) {
+            let _ = socket::send(waiting.as_fd(), &Message::Bye, &[]);
+            socket::shutdown(waiting.as_fd());
+        }
         for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             let _ = socket::send(socket.as_fd(), &Message::Bye, &[]);
             failpoint!("leave.bye.after");
         }
-        socket::shutdown(self.listener.as_fd());
-        failpoint!("leave.listener.after");
         for socket in self.conns.iter().filter_map(|conn| conn.socket.as_ref()) {
             socket::shutdown(socket.as_fd());
         }
@@ -444,6 +454,7 @@ impl Steward {
                     }
                 }
                 Action::Forget => self.conns.retain(|conn| conn.id != id),
+                Action::ForgetOther(other) => self.conns.retain(|conn| conn.id != other),
                 Action::Notify(notice) => notices.push(notice),
             }
         }
@@ -466,7 +477,8 @@ impl Steward {
         let found = self.roster.member_at(seat);
         let conn = found.and_then(|(of, ..)| self.conns.iter().find(|conn| conn.id == of));
         let fds = Vec::from_iter(conn.and_then(|conn| conn.life.pidfd()));
-        let (of, incarnation, talks) = found.unwrap_or((id, Token([0; 16]), false));
+        let uncleared = self.roster.uncleared_at(seat).unwrap_or(Token::NOBODY);
+        let (of, incarnation, talks) = found.unwrap_or((id, uncleared, false));
         self.send(id, &Message::Life { seat, incarnation, talks }, &fds);
         if talks {
             self.send(of, &Message::Unfound, &[]);
@@ -502,6 +514,8 @@ impl Steward {
             }
         }
         self.directory.remove_socket(self.seat);
+        // Perhaps the last descriptor that can be had.
+        self.spare = None;
         let listener =
             self.directory.seats().address(self.seat).and_then(|a| socket::listen_at(&a));
         match listener {
@@ -515,6 +529,7 @@ impl Steward {
                 tracing::warn!(%errno, "our socket file is gone, and cannot be made anew")
             }
         }
+        self.spare = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok();
     }
 
     /// Looks after those that hung up, and greets those again that did not take us in.
@@ -611,7 +626,7 @@ impl Steward {
         }
         self.publish();
         let hooks = &self.hooks;
-        let mut sweep = self.sweep;
+        let (mut sweep, mut uncleared, mut over) = (self.sweep, Vec::new(), Vec::new());
         for notice in notices {
             match notice {
                 Notice::Joined(seat, incarnation) => {
@@ -621,15 +636,20 @@ impl Steward {
                     count(&self.watch.shared.counters.deaths);
                     tracing::warn!(seat, %incarnation, "a member died");
                     failpoint!("death.tell.before");
-                    self.guarded(|| hooks.on_death(seat, incarnation));
+                    if self.guarded(|| hooks.on_death(seat, incarnation)) != Some(true) {
+                        uncleared.push((seat, incarnation));
+                    }
                     failpoint!("death.tell.after");
                 }
                 Notice::DiedJoining => {
                     sweep = Some(Later { due: Instant::now(), ..Later::default() });
                 }
                 Notice::Vanished(seat, incarnation) => {
-                    tracing::warn!(seat, %incarnation, "a member gave up its seat, but goes on");
-                    self.guarded(|| hooks.on_vanished(seat, incarnation));
+                    if self.guarded(|| hooks.on_vanished(seat, incarnation)) == Some(true) {
+                        over.extend(self.roster.conn_of(seat, incarnation));
+                    } else {
+                        tracing::warn!(seat, %incarnation, "a member gave up its seat, but goes on");
+                    }
                 }
                 Notice::Left(seat, incarnation) => {
                     count(&self.watch.shared.counters.leaves);
@@ -638,6 +658,15 @@ impl Steward {
             }
         }
         self.sweep = sweep;
+        for (seat, incarnation) in uncleared {
+            self.roster.keep(seat, incarnation);
+        }
+        let mut left = Vec::new();
+        for id in over {
+            let actions = self.roster.over(id);
+            self.perform(id, actions, &mut left);
+        }
+        self.tell(left);
     }
 
     pub(crate) fn publish(&self) {

@@ -421,17 +421,19 @@ impl StewardHooks for Hooks {
         say(&format!("event joined {seat} {stay}"));
     }
 
-    fn on_death(&self, seat: u16, stay: Token) {
+    fn on_death(&self, seat: u16, stay: Token) -> bool {
         say(&format!("event died {seat} {stay}"));
         assert!(!self.panic_on_death || self.fired.swap(true, Ordering::SeqCst), "hook gives up");
+        true
     }
 
     fn on_failed_join(&self, _occupied: &[u16]) {
         say("event failed");
     }
 
-    fn on_vanished(&self, seat: u16, stay: Token) {
+    fn on_vanished(&self, seat: u16, stay: Token) -> bool {
         say(&format!("event vanished {seat} {stay}"));
+        false
     }
 
     fn on_leave(&self, seat: u16, stay: Token) {

@@ -374,3 +374,45 @@ fn a05_a_joiner_that_has_been_welcomed_gives_way_to_nobody() {
     joiner.signal(libc::SIGCONT);
     assert_eq!(member.expect("event joined 1"), joiner.entered().stay);
 }
+
+/// A member leaves, and meanwhile somebody sits down whom it never takes in.
+/// Regression: the newcomer heard of no goodbye, and took the member for one that had become another program.
+/// Mutant: who waits in the queue is not told.
+#[cfg(feature = "failpoints")]
+#[test]
+fn d5_a_leave_is_heard_by_those_who_wait_at_the_door() {
+    let instance = Instance::new();
+    let mut leaver = Proc::start_armed("leave.name.after:1:stop");
+    let stay = leaver.enter(&instance.dir()).stay;
+    let mut member = Proc::start();
+    member.enter(&instance.dir());
+    leaver.tell("leave");
+    leaver.until_stopped();
+    let mut joiner = Proc::start();
+    assert_eq!(joiner.enter(&instance.dir()).seat, 2);
+    leaver.signal(libc::SIGCONT);
+    for proc in [&mut member, &mut joiner] {
+        assert_eq!(proc.expect("event left 0"), stay);
+    }
+    leaver.expect("left");
+    assert!(joiner.events().iter().all(|event| !event.starts_with("vanished")));
+}
+
+/// The only member is stopped, and its queue is full.
+/// Regression: after two seconds it was taken for one in another network namespace, for good.
+/// Mutant: a full queue is no reason.
+#[test]
+fn a05_a_single_stopped_member_whose_queue_is_full_is_named() {
+    let instance = Instance::new();
+    let mut member = Proc::start();
+    let created = member.enter(&instance.dir());
+    member.signal(libc::SIGSTOP);
+    let mut crowd = Proc::start();
+    crowd.ask(&format!("crowd dir={} seat=0", instance.dir().display()), "crowded");
+    let mut joiner = Proc::start();
+    let text = joiner.refused(&instance.dir(), "deadline=2500");
+    assert!(text.contains("kind=Deadline") && text.contains("seat 0"), "{text}");
+    crowd.kill();
+    member.signal(libc::SIGCONT);
+    assert_eq!(joiner.enter(&instance.dir()).boot, created.boot);
+}

@@ -36,14 +36,16 @@ fn a_panicking_hook_poisons_the_member_and_joiners_are_still_answered() {
     host.enter_with(&instance.dir(), "panic=1");
     assert_eq!(host.ask("check", "check"), "ok");
     let mut victim = Proc::start();
-    victim.enter(&instance.dir());
+    let stay = victim.enter(&instance.dir()).stay;
     victim.kill();
     host.expect("event died");
-    // The next event is handled after the panic was recorded.
+    // The next event is handled after the panic was recorded. What the hook has not done falls to the joiner.
     let mut joiner = Proc::start();
-    assert!(!joiner.enter(&instance.dir()).created);
+    let entered = joiner.enter(&instance.dir());
+    assert!(!entered.created);
+    assert_eq!(joiner.expect("event died 1"), stay);
     host.expect("event joined 1");
-    host.expect("event joined 1");
+    assert_eq!(host.expect("event joined 2"), entered.stay);
     let check = host.ask("check", "check");
     assert!(check.contains("Poisoned") && check.contains("hook gives up"), "{check}");
     assert!(host.ask("stats", "stats").contains("hook_panics: 1"));
@@ -55,7 +57,9 @@ struct Timer {
 }
 
 impl StewardHooks for Timer {
-    fn on_death(&self, _seat: u16, _stay: Token) {}
+    fn on_death(&self, _seat: u16, _stay: Token) -> bool {
+        true
+    }
 
     fn on_leave(&self, _seat: u16, _stay: Token) {}
 

@@ -1,4 +1,6 @@
 //! Settings of an engine, and what is made from them.
+//!
+//! **Invariant:** an engine asks its device for no more than the device has once given.
 
 use std::{
     os::fd::BorrowedFd,

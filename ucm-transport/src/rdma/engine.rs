@@ -1,4 +1,6 @@
 //! The asking side: a transfer engine whose sources or destinations lie with peers.
+//!
+//! **Invariant:** when the engine has been dropped, no adapter touches memory of its plans.
 
 use std::{
     fmt,

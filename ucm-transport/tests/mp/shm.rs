@@ -21,7 +21,9 @@ const SLOT_BYTES: usize = 64 << 10;
 struct NoHooks;
 
 impl StewardHooks for NoHooks {
-    fn on_death(&self, _: u16, _: Token) {}
+    fn on_death(&self, _: u16, _: Token) -> bool {
+        true
+    }
     fn on_leave(&self, _: u16, _: Token) {}
 }
 

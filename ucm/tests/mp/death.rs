@@ -240,6 +240,32 @@ fn w6_a_stopped_rank_is_evicted_by_an_operator() {
     assert_eq!(left, [json!(1), json!(0), json!(0), json!(0)]);
 }
 
+/// An evicted rank is the only one that sees another die in mid-fill.
+/// Regression: it could not clear up and forgot the dead one, whose slots were lost while the cache lived.
+/// Mutant: an expelled member clears up after nobody.
+#[test]
+fn w6_d1_an_evicted_rank_still_clears_up_after_the_dead() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..3).map(|_| Proc::start()).collect();
+    procs[0].join(&instance.rank(0, 2, 4));
+    procs[1].join(&instance.rank(1, 2, 4));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ucm"));
+    let dir = format!("cache.dir={}", instance.path().display());
+    let done = command.args(["--set", &dir, "evict-rank", "--seat", "0"]).output().unwrap();
+    assert!(done.status.success(), "{done:?}");
+    procs[1].load(1, &[5]);
+    assert_eq!(procs[1].started(), 5);
+    procs.remove(1).kill();
+    procs[1].join(&instance.rank(1, 2, 4));
+    procs[1].load(1, &[5]);
+    assert_eq!(procs[1].started(), 5);
+    procs[1].release(5);
+    procs[1].loaded(1);
+    let counts = procs[1].ask(&json!({"do": "inspect"}));
+    let left = ["deaths", "draining", "pinned", "filling"].map(|name| counts[name].clone());
+    assert_eq!(left, [json!(1), json!(0), json!(0), json!(0)]);
+}
+
 /// A rank becomes another program in mid-fill: it has given up its sockets and its seat, and nothing says
 /// that its process is over. A killed rank looks the same while a device still writes for it.
 /// It is expelled; what it filled stays in quarantine until its process is over, whoever joins.

@@ -1,4 +1,6 @@
 //! Queue pairs, and the work that is posted to them.
+//!
+//! **Invariant:** a chain that is posted points into arrays that live until the call has returned.
 
 use std::{
     ffi::{c_int, c_uint},
