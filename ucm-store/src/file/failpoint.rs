@@ -20,6 +20,8 @@ pub(crate) use failpoint;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FileStep {
+    /// Looking where the objects of a load lie.
+    Find,
     /// Opening an object for a load.
     Open,
     /// Reading an object.

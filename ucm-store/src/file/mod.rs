@@ -353,21 +353,19 @@ impl Backend for FileBackend {
     }
 
     fn load(&self, ops: Vec<Op>) {
-        let (packed, others) = self.inner.packed.find(ops);
-        let groups = packed::groups(packed).into_iter().map(Start::Group);
-        if let Some(rings) = &self.rings {
-            if self.inner.watch.breaker.is_open() {
-                let starts = groups.chain(others.into_iter().map(Start::Object));
-                return self.inner.end_as(starts.map(Job::Read), &unanswered());
-            }
-            let starts = groups.chain(others.into_iter().map(Start::Object)).collect();
-            if let Err(left) = rings.submit(starts) {
-                self.inner.end_as(left.into_iter().map(Job::Read), &rings::closed());
-            }
+        if ops.is_empty() {
             return;
         }
-        let others = others.into_iter().map(Job::Load);
-        self.submit(Lane::Load, groups.map(Job::Read).chain(others).collect());
+        let find = Start::Find(ops);
+        let Some(rings) = &self.rings else {
+            return self.submit(Lane::Load, vec![Job::Read(find)]);
+        };
+        if self.inner.watch.breaker.is_open() {
+            return self.inner.end_as([Job::Read(find)], &unanswered());
+        }
+        if let Err(left) = rings.submit(vec![find]) {
+            self.inner.end_as(left.into_iter().map(Job::Read), &rings::closed());
+        }
     }
 
     fn dump(&self, ops: Vec<Op>) {
@@ -452,9 +450,12 @@ impl Drop for FileBackend {
 }
 
 impl Inner {
-    fn run(&self, job: Job) {
+    /// Does a job; says which are to be done next.
+    fn run(&self, job: Job) -> Vec<Job> {
         match job {
-            Job::Load(op) if self.mode.direct => self.run(Job::Read(Start::Object(op))),
+            Job::Read(Start::Find(ops)) => {
+                return self.expand(ops).into_iter().map(|start| self.job_of(start)).collect();
+            }
             Job::Read(start) => {
                 if let Some(read) = self.begin_watched(start) {
                     self.read_in_thread(read);
@@ -482,6 +483,15 @@ impl Inner {
                     tracing::debug!(%error, "a touch failed");
                 }
             }
+        }
+        Vec::new()
+    }
+
+    /// Through the page cache an object is read and hashed step by step.
+    fn job_of(&self, start: Start) -> Job {
+        match start {
+            Start::Object(op) if !self.mode.direct => Job::Load(op),
+            start => Job::Read(start),
         }
     }
 

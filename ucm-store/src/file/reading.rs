@@ -12,7 +12,7 @@ use std::{
 use super::{
     Inner,
     failpoint::{FileStep, Injected},
-    packed::Group,
+    packed::{self, Group},
     sys::{self, Incomplete},
     transfer::{Progress, Transfer},
 };
@@ -31,6 +31,8 @@ pub(super) trait Reading: Send + fmt::Debug {
 /// A read that has not begun.
 #[derive(Debug)]
 pub(super) enum Start {
+    /// Nobody has looked yet where the objects lie.
+    Find(Vec<Op>),
     /// A file of its own.
     Object(Op),
     /// Packed objects.
@@ -41,6 +43,7 @@ impl Start {
     /// The operations, unfinished.
     pub(super) fn into_ops(self) -> Vec<Op> {
         match self {
+            Self::Find(ops) => ops,
             Self::Object(op) => vec![op],
             Self::Group(group) => group.into_ops().collect(),
         }
@@ -80,9 +83,25 @@ impl Inner {
         read.reading.end(self, moved);
     }
 
+    /// Finds out where objects lie. The device may not answer that, either: threads of this backend
+    /// ask, never those that call it.
+    pub(super) fn expand(&self, ops: Vec<Op>) -> Vec<Start> {
+        let (packed, others) = self.watched(|| match self.failpoints.check(FileStep::Find) {
+            Ok(()) => self.packed.find(ops),
+            Err(_) => (Vec::new(), ops),
+        });
+        let groups = packed::groups(packed).into_iter().map(Start::Group);
+        groups.chain(others.into_iter().map(Start::Object)).collect()
+    }
+
     /// Begins a read, or ends its operations.
-    pub(super) fn begin(&self, start: Start) -> Option<Box<dyn Reading>> {
+    fn begin(&self, start: Start) -> Option<Box<dyn Reading>> {
         match start {
+            Start::Find(ops) => {
+                // Whoever has such a one expands it first; dropped operations end as lost.
+                tracing::error!(operations = ops.len(), "reads without a place");
+                None
+            }
             Start::Object(op) => self.start_read(op),
             Start::Group(group) => self.packed.start(self, group),
         }

@@ -273,16 +273,28 @@ impl Worker {
             let stopped = state.stopped && state.held == 0;
             drop(state);
             again.into_iter().for_each(|read| self.push(read));
-            for op in ops {
+            let mut found = false;
+            for start in ops {
                 let inner = &self.inner;
-                let started = catch_unwind(AssertUnwindSafe(|| inner.begin_watched(op)));
-                match started {
+                if let Start::Find(ops) = start {
+                    match catch_unwind(AssertUnwindSafe(|| inner.expand(ops))) {
+                        Ok(starts) => {
+                            let mut state = self.shared.lock();
+                            state.queue.extend(starts);
+                            self.shared.wake(&mut state);
+                        }
+                        Err(_) => tracing::error!("a search for objects panicked"),
+                    }
+                    found = true;
+                    continue;
+                }
+                match catch_unwind(AssertUnwindSafe(|| inner.begin_watched(start))) {
                     Ok(Some(read)) => self.push(read),
                     Ok(None) => {}
                     Err(_) => tracing::error!("the start of a read panicked"),
                 }
             }
-            if took < room || self.in_flight == self.shared.depth {
+            if (took < room && !found) || self.in_flight == self.shared.depth {
                 return stopped && took == 0;
             }
             self.submit(0);

@@ -173,6 +173,29 @@ in_all_ways! {
         assert_eq!(backend.report().stalled_calls, 0);
     }
 
+    /// Broken on purpose: the caller's thread looks where objects lie.
+    fn a49_a_caller_never_waits_for_the_device() {
+        let dir = tempfile::tempdir().unwrap();
+        let backend = open(dir.path());
+        put(&backend, 1, 1000).unwrap();
+        put(&backend, 2, 300_000).unwrap();
+        for step in [FileStep::Find, FileStep::Open, FileStep::Read] {
+            let stall = Stall::default();
+            let sink = Collector::new();
+            if step != FileStep::Read || backend.mode().direct {
+                backend.inject(step, FileFault::Stall(stall.clone()));
+            }
+            // Returns although nothing moves: else this test does not end.
+            backend.load(vec![sink.op(block(1), 0, 1000).1, sink.op(block(2), 0, 300_000).1]);
+            if step != FileStep::Read || backend.mode().direct {
+                stall.wait_for(1);
+                assert!(sink.ended() < 2);
+            }
+            stall.end();
+            sink.wait(2).into_values().for_each(|c| c.result.unwrap());
+        }
+    }
+
     fn a49_a_store_can_be_closed_while_its_device_hangs() {
         let dir = tempfile::tempdir().unwrap();
         let settings = config(dir.path(), "model=a").stall_after(Duration::from_millis(200));
