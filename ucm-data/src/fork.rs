@@ -240,6 +240,8 @@ mod tests {
                 // SAFETY: the child only makes system calls until it is killed.
                 child.set(unsafe { libc::fork() });
                 if child.get() == 0 {
+                    // SAFETY: ends the child, should nobody else do so.
+                    unsafe { libc::alarm(60) };
                     loop {
                         // SAFETY: waits for a signal.
                         unsafe { libc::pause() };

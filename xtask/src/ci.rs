@@ -4,6 +4,8 @@
 //! **Invariant:** every step runs even when an earlier one failed; one failed step fails the whole;
 //! a step that cannot run here is named in the closing report, never passed over.
 
+use std::time::Instant;
+
 use crate::{
     bench, crash, demo, features, fuzz, loom,
     rdma_vm::{self, Ran},
@@ -51,7 +53,10 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
             continue;
         }
         say(&format!("== {step}"));
-        match run_step(step, workspace) {
+        let begun = Instant::now();
+        let outcome = run_step(step, workspace);
+        say(&format!("== {step}: {} s", begun.elapsed().as_secs()));
+        match outcome {
             Ok(Outcome::Done) => {}
             Ok(Outcome::Tests(counts)) => more.add(&counts),
             Ok(Outcome::CannotRun(why)) => {
