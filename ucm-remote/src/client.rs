@@ -16,8 +16,8 @@ use std::{
 };
 
 use ucm_transport::{
-    Addr, Completion, Memory, Quiesce, RegionId, SharedEngine, Ticket, Transfer, TransferEngine,
-    TransferError, TransferPlan,
+    Addr, Completion, Hold, Memory, Quiesce, RegionId, Rejected, SharedEngine, Ticket, Transfer,
+    TransferEngine, TransferError, TransferPlan,
 };
 
 use crate::{
@@ -42,9 +42,20 @@ pub struct PoolClient {
 struct Copies<'a> {
     client: &'a PoolClient,
     lane: Arc<dyn TransferEngine>,
-    flying: HashMap<Ticket, usize>,
+    flying: HashMap<Ticket, Vec<(usize, Vec<Transfer>)>>,
     ended: Vec<Completion>,
 }
+
+/// What is copied for one key, and what must live until that has ended.
+struct Copy {
+    index: usize,
+    items: Vec<Transfer>,
+    hold: Hold,
+}
+
+/// Bytes of one plan of copies, about: what is ready together is copied together, but a reader of the
+/// first bytes does not wait for all.
+const COPIED_TOGETHER: u64 = 1 << 20;
 
 /// Long enough for anything that ends at all.
 const LONG: Duration = Duration::from_secs(3600);
@@ -80,6 +91,9 @@ pub(crate) trait Node: fmt::Debug + Send + Sync {
 /// What a call says, until every key has ended.
 pub(crate) trait Events {
     fn next(&mut self) -> Option<Happened>;
+
+    /// As [`next`](Self::next), if there is something without waiting. May overlook some.
+    fn next_at_hand(&mut self) -> Option<Happened>;
 }
 
 #[derive(Debug)]
@@ -149,9 +163,19 @@ impl Node for Arc<Inner> {
 
 impl Events for Call {
     fn next(&mut self) -> Option<Happened> {
-        Some(match Self::next(self)? {
-            Event::Ended(index, outcome) => Happened::Ended(index, outcome),
-            Event::Ready(delivery) => Happened::Ready(Delivered {
+        Self::next(self).map(Happened::from)
+    }
+
+    fn next_at_hand(&mut self) -> Option<Happened> {
+        Self::next_at_hand(self).map(Happened::from)
+    }
+}
+
+impl From<Event> for Happened {
+    fn from(event: Event) -> Self {
+        match event {
+            Event::Ended(index, outcome) => Self::Ended(index, outcome),
+            Event::Ready(delivery) => Self::Ready(Delivered {
                 index: delivery.index,
                 outcome: delivery.outcome,
                 pages: delivery.pages,
@@ -159,7 +183,7 @@ impl Events for Call {
                 last: delivery.last,
                 hold: Box::new(delivery.pin),
             }),
-        })
+        }
     }
 }
 
@@ -231,27 +255,42 @@ impl PoolClient {
         let mut call = self.node.call(wants.collect(), deadline);
         let mut copies = self.copies();
         let mut keys: Vec<Progress> = vec![Progress::default(); requests.len()];
-        while let Some(event) = call.next() {
-            match event {
-                Happened::Ended(index, outcome) => {
-                    if let Some(key) = keys.get_mut(index) {
-                        key.end = Some(outcome);
-                    }
-                    self.tell(index, &mut keys, &mut ended);
-                }
-                Happened::Ready(delivery) => {
-                    let index = delivery.index;
-                    let items = requests.get(index).and_then(|r| self.items(r, &delivery));
-                    if let Some(key) = keys.get_mut(index) {
-                        key.end = delivery.last.then_some(delivery.outcome);
-                        match items.map(|items| copies.start(index, items, delivery.hold)) {
-                            Some(true) => key.copying += 1,
-                            _ => key.failed = true,
+        while let Some(first) = call.next() {
+            let (mut together, mut bytes, mut next) = (Vec::new(), 0, Some(first));
+            while let Some(event) = next {
+                match event {
+                    Happened::Ended(index, outcome) => {
+                        if let Some(key) = keys.get_mut(index) {
+                            key.end = Some(outcome);
                         }
+                        self.tell(index, &mut keys, &mut ended);
                     }
-                    self.tell(index, &mut keys, &mut ended);
+                    Happened::Ready(delivery) => {
+                        let index = delivery.index;
+                        let items = requests.get(index).and_then(|r| self.items(r, &delivery));
+                        if let Some(key) = keys.get_mut(index) {
+                            key.end = delivery.last.then_some(delivery.outcome);
+                            match items {
+                                Some(items) => {
+                                    key.copying += 1;
+                                    bytes += items.iter().map(|item| item.len).sum::<u64>();
+                                    together.push(Copy { index, items, hold: delivery.hold });
+                                }
+                                None => key.failed = true,
+                            }
+                        }
+                        self.tell(index, &mut keys, &mut ended);
+                    }
                 }
+                next = if bytes < COPIED_TOGETHER { call.next_at_hand() } else { None };
             }
+            copies.start(together, |index| {
+                if let Some(key) = keys.get_mut(index) {
+                    key.copying -= 1;
+                    key.failed = true;
+                }
+                self.tell(index, &mut keys, &mut ended);
+            });
             copies.look(|index, good| {
                 if let Some(key) = keys.get_mut(index) {
                     key.copying -= 1;
@@ -340,36 +379,70 @@ struct Progress {
     failed: bool,
 }
 
+/// Copies of keys, taken from a plan that was made of them.
+fn joined(parts: Vec<(usize, Vec<Transfer>)>, holds: Vec<Hold>) -> Vec<Copy> {
+    let copy = |((index, items), hold)| Copy { index, items, hold };
+    parts.into_iter().zip(holds).map(copy).collect()
+}
+
 impl Copies<'_> {
-    /// Begins to copy; what must live until the end goes with it.
-    fn start(&mut self, index: usize, items: Vec<Transfer>, hold: Box<dyn Any + Send>) -> bool {
-        let plan = TransferPlan { items, holds: vec![hold] };
-        match self.lane.submit(plan) {
+    /// Begins to copy; says what was refused. An engine refuses a plan as a whole: whose copy it meant is
+    /// found out by asking for each alone.
+    fn start(&mut self, copies: Vec<Copy>, mut refused: impl FnMut(usize)) {
+        let Err((error, copies)) = self.submit(copies) else { return };
+        tracing::debug!(%error, "a copy was refused");
+        if let [alone] = &copies[..] {
+            refused(alone.index);
+            return;
+        }
+        for copy in copies {
+            let index = copy.index;
+            if self.submit(vec![copy]).is_err() {
+                refused(index);
+            }
+        }
+    }
+
+    fn submit(&mut self, copies: Vec<Copy>) -> Result<(), (TransferError, Vec<Copy>)> {
+        if copies.is_empty() {
+            return Ok(());
+        }
+        let (mut parts, mut holds) = (Vec::with_capacity(copies.len()), Vec::new());
+        for Copy { index, items, hold } in copies {
+            parts.push((index, items));
+            holds.push(hold);
+        }
+        let items = parts.iter().flat_map(|(_, items)| items.iter().copied()).collect();
+        match self.lane.submit(TransferPlan { items, holds }) {
             Ok(ticket) => {
-                self.flying.insert(ticket, index);
-                true
+                self.flying.insert(ticket, parts);
+                Ok(())
             }
-            Err(rejected) => {
-                tracing::debug!(error = %rejected.error, "a copy was refused");
-                false
-            }
+            Err(Rejected { plan, error }) => Err((error, joined(parts, plan.holds))),
         }
     }
 
     /// Takes in what has ended.
     fn look(&mut self, mut ended: impl FnMut(usize, bool)) {
         self.lane.poll(&mut self.ended);
-        for completion in self.ended.drain(..) {
-            let index = self.flying.remove(&completion.ticket);
+        for completion in std::mem::take(&mut self.ended) {
+            let Some(parts) = self.flying.remove(&completion.ticket) else { continue };
             if let Ok(bytes) = &completion.result {
                 self.client.copied.fetch_add(*bytes, Ordering::Relaxed);
+            } else if parts.len() > 1 {
+                // A failed copy fails its key alone: whose it was shows the second time.
+                for copy in joined(parts, completion.holds) {
+                    let index = copy.index;
+                    if self.submit(vec![copy]).is_err() {
+                        ended(index, false);
+                    }
+                }
+                continue;
             }
             let good = completion.result.is_ok();
-            // The pages go before the key is told of: when a call returns, nothing is held for it.
+            // The pages go before the keys are told of: when a call returns, nothing is held for it.
             drop(completion);
-            if let Some(index) = index {
-                ended(index, good);
-            }
+            parts.into_iter().for_each(|(index, _)| ended(index, good));
         }
     }
 
@@ -437,7 +510,9 @@ impl PoolClient {
             }
         }
         let mut copies = self.copies();
-        let mut good = copies.start(0, items, put.hold());
+        let mut good = true;
+        let copy = Copy { index: 0, items, hold: put.hold() };
+        copies.start(vec![copy], |_| good = false);
         copies.finish(|_, ended_well| good &= ended_well);
         if good { put.commit(deadline) } else { PutOutcome::Failed }
     }

@@ -54,6 +54,19 @@ impl Bell {
         self.rung.notify_all();
     }
 
+    /// Tells several things at once: who waits is woken once.
+    pub(super) fn tell_all(&self, told: Vec<(usize, Told)>) {
+        let mut state = self.lock();
+        if state.stopped {
+            drop(state);
+            drop(told);
+            return;
+        }
+        state.told.extend(told);
+        drop(state);
+        self.rung.notify_all();
+    }
+
     /// Ends the wait of whoever waits, for good.
     pub(super) fn stop(&self) {
         let mut state = self.lock();

@@ -23,7 +23,7 @@ use super::{
 use crate::{
     ByteRange, DirectoryError, GetOutcome, ObjectKey, PageList, Record,
     core::{Part, ReaderId, Round, pack},
-    service::{Leased, LinkError},
+    service::{Leased, Link, LinkError},
 };
 
 /// What a client wants of one object.
@@ -59,6 +59,9 @@ pub(crate) enum Event {
     /// Not served; nothing was delivered, or not all of it.
     Ended(usize, GetOutcome),
 }
+
+/// Keys that are asked for under one hold of the table's lock: others wait for so many at most.
+const ASKED_TOGETHER: usize = 64;
 
 /// Tries of one key before it is given up, whatever they end as.
 const TRIES: u32 = 12;
@@ -203,11 +206,10 @@ impl Call {
     fn look(&mut self) {
         let mut orders = Vec::new();
         let mut absent: Vec<usize> = Vec::new();
-        for index in 0..self.keys.len() {
-            if !matches!(self.keys.get(index), Some(Key { state: State::Open, .. })) {
-                continue;
-            }
-            let found = self.ask(index, None);
+        let is_open =
+            |index: &usize| matches!(self.keys.get(*index), Some(Key { state: State::Open, .. }));
+        let open = (0..self.keys.len()).filter(is_open).map(|index| (index, None)).collect();
+        for (index, found) in self.ask(open) {
             if matches!(found, Found::Absent) {
                 absent.push(index);
             } else {
@@ -244,20 +246,33 @@ impl Call {
         Instant::now() + self.inner.options.fetch_timeout
     }
 
-    fn ask(&self, index: usize, source: Option<&Source>) -> Found {
-        let Some(key) = self.keys.get(index) else { return Found::Absent };
-        let question = Question {
-            key: &key.want.key,
-            len: key.want.len,
-            ranges: &key.want.ranges,
-            will_read_all: key.want.will_read_all,
-            bell: &self.bell,
-            index,
-        };
-        self.inner.with(|table| match source {
-            None => table.find(&question),
-            Some(source) => table.find_or_fetch(&question, source),
-        })
+    /// Asks the table about keys, some at a time under one hold of its lock.
+    fn ask(&self, asked: Vec<(usize, Option<Source>)>) -> Vec<(usize, Found)> {
+        let mut answers = Vec::with_capacity(asked.len());
+        for some in asked.chunks(ASKED_TOGETHER) {
+            self.inner.with(|table| {
+                for (index, source) in some {
+                    let Some(key) = self.keys.get(*index) else {
+                        answers.push((*index, Found::Absent));
+                        continue;
+                    };
+                    let question = Question {
+                        key: &key.want.key,
+                        len: key.want.len,
+                        ranges: &key.want.ranges,
+                        will_read_all: key.want.will_read_all,
+                        bell: &self.bell,
+                        index: *index,
+                    };
+                    let found = match source {
+                        None => table.find(&question),
+                        Some(source) => table.find_or_fetch(&question, source),
+                    };
+                    answers.push((*index, found));
+                }
+            });
+        }
+        answers
     }
 
     fn take(&mut self, index: usize, found: Found, orders: &mut Vec<Order>) {
@@ -300,10 +315,10 @@ impl Call {
         let keys: Vec<ObjectKey> =
             indices.iter().filter_map(|i| self.keys.get(*i).map(|key| key.want.key)).collect();
         let located = inner.routes.locate(&keys, self.deadline);
-        let mut refused = HashMap::new();
+        let mut places = Vec::with_capacity(indices.len());
         for (index, located) in indices.into_iter().zip(located) {
             match located {
-                Ok(records) => self.start(index, records, &mut refused, orders),
+                Ok(records) => places.push((index, records)),
                 Err(error) => {
                     let outcome = match error {
                         DirectoryError::Timeout => GetOutcome::Timeout,
@@ -313,19 +328,40 @@ impl Call {
                 }
             }
         }
+        self.start(places, orders);
     }
 
-    /// Fetches a key from the first of these places that can be reached.
-    fn start(
+    /// Fetches keys, each from the first of its places that can be reached.
+    fn start(&mut self, places: Vec<(usize, Vec<Record>)>, orders: &mut Vec<Order>) {
+        let mut links = HashMap::new();
+        let mut sources = Vec::with_capacity(places.len());
+        for (index, records) in places {
+            match self.reach(index, records, &mut links) {
+                Some(source) => sources.push((index, Some(source))),
+                None => {
+                    let last = self.keys.get(index).map_or(GetOutcome::Miss, |key| key.last);
+                    self.end(index, last);
+                }
+            }
+        }
+        for ((index, found), (_, source)) in self.ask(sources.clone()).into_iter().zip(sources) {
+            match (found, source) {
+                (Found::Absent, Some(source)) => self.start_arena(index, source),
+                (found, _) => self.take(index, found, orders),
+            }
+        }
+    }
+
+    /// The first of these places of a key that can be reached.
+    fn reach(
         &mut self,
         index: usize,
         records: Vec<Record>,
-        refused: &mut HashMap<crate::Token, LinkError>,
-        orders: &mut Vec<Order>,
-    ) {
+        links: &mut HashMap<crate::Token, Result<Link, LinkError>>,
+    ) -> Option<Source> {
         let inner = Arc::clone(&self.inner);
         for record in records {
-            let Some(key) = self.keys.get_mut(index) else { return };
+            let key = self.keys.get_mut(index)?;
             if record.peer == inner.options.me || key.tried.contains(&record) {
                 continue;
             }
@@ -334,31 +370,23 @@ impl Call {
                 continue;
             }
             let object = key.want.key;
-            let link = match refused.get(&record.boot) {
-                Some(error) => Err(*error),
-                None => inner.link(&record, self.deadline).inspect_err(|error| {
-                    // For all keys of this call.
-                    refused.insert(record.boot, *error);
-                }),
-            };
+            // Once for all keys.
+            let link = links
+                .entry(record.boot)
+                .or_insert_with(|| inner.link(&record, self.deadline))
+                .clone();
             let made =
                 link.and_then(|link| inner.source(&object, record.clone(), link, self.deadline));
-            let source = match made {
-                Ok(source) => source,
+            match made {
+                Ok(source) => return Some(source),
                 Err(error) => {
                     inner.routes.forget(&object);
                     key.last = error.of_get();
                     key.tried.push(record);
-                    continue;
                 }
-            };
-            return match self.ask(index, Some(&source)) {
-                Found::Absent => self.start_arena(index, source),
-                found => self.take(index, found, orders),
-            };
+            }
         }
-        let last = self.keys.get(index).map_or(GetOutcome::Miss, |key| key.last);
-        self.end(index, last);
+        None
     }
 
     /// No place in the medium: round by round, not to stay.
@@ -460,7 +488,7 @@ impl Call {
                 Ok(Some(Ok((generation, len)))) => {
                     let mut now = record;
                     (now.generation, now.len) = (generation, len);
-                    return self.start(index, vec![now], &mut HashMap::new(), orders);
+                    return self.start(vec![(index, vec![now])], orders);
                 }
                 Ok(_) => key.last = GetOutcome::Miss,
                 Err(LinkError::Restarted) => inner.links.drop_run(&record.peer, &link),

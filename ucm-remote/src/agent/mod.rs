@@ -444,15 +444,19 @@ impl Inner {
         let after = table.take_after();
         drop(table);
         let After { tells, sources, bells, committed } = after;
-        for Tell { bell, index, what } in tells {
-            bell.tell(
-                index,
-                match what {
-                    News::Ready(id) => Told::Ready(Pin::assembly(self, id)),
-                    News::Failed(error, doomed) => Told::Failed(error, doomed),
-                    News::Again => Told::Again,
-                },
-            );
+        let mut tells = tells.into_iter().peekable();
+        while let Some(Tell { bell, index, what }) = tells.next() {
+            let told = |what| match what {
+                News::Ready(id) => Told::Ready(Pin::assembly(self, id)),
+                News::Failed(error, doomed) => Told::Failed(error, doomed),
+                News::Again => Told::Again,
+            };
+            // A plan brings what one call waits for, mostly.
+            let mut together = vec![(index, told(what))];
+            while let Some(next) = tells.next_if(|next| Arc::ptr_eq(&next.bell, &bell)) {
+                together.push((next.index, told(next.what)));
+            }
+            bell.tell_all(together);
         }
         drop((sources, bells));
         if committed {

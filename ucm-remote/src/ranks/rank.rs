@@ -247,6 +247,11 @@ impl Events for Get {
         self.close(index);
         Some(Happened::Ended(index, self.broken.unwrap_or(GetOutcome::PeerDown)))
     }
+
+    fn next_at_hand(&mut self) -> Option<Happened> {
+        let is_one = self.connection.as_ref().is_some_and(|connection| connection.reader.has_one());
+        if is_one { self.next() } else { None }
+    }
 }
 
 impl Drop for Get {

@@ -13,7 +13,7 @@ use ucm_remote::{
 use ucm_transport::{HostEngine, TransferEngine as _};
 
 use crate::kit::{
-    PAGE, Proxy, Setup, directory, each_way, eventually, idle, key, range, soon, touched,
+    PAGE, Proxy, Setup, Spoiling, directory, each_way, eventually, idle, key, range, soon, touched,
 };
 
 #[test]
@@ -319,6 +319,33 @@ fn i10_an_end_is_told_when_its_bytes_are_there() {
     assert_eq!(told, [0, 1, 2]);
     readings.iter().for_each(|reading| reading.free(&*engine));
     idle(&reader);
+}
+
+/// Keys that are ready together are copied by one plan; one whose copy fails fails alone. Fails when the keys
+/// of a plan share its end.
+#[test]
+fn i10_a_copy_that_fails_later_fails_its_key_only() {
+    let directory = directory();
+    let node = Setup::new("node", 16).start(&directory);
+    let engine = std::sync::Arc::new(Spoiling::default());
+    let client = node.agent.client(engine.clone()).unwrap();
+    (0..5).for_each(|number| assert!(node.put(number, 3, 8192).is_stored()));
+    let readings: Vec<_> = (0..5)
+        .map(|number| crate::kit::reading_of(&*engine, number, 8192, &[range(0, 8192)]))
+        .collect();
+    engine.spoil(readings[2].region());
+    let requests: Vec<_> = readings.iter().map(|reading| reading.request.clone()).collect();
+    let outcomes = client.get(&requests, soon());
+    for (number, (reading, outcome)) in (0..).zip(readings.iter().zip(outcomes)) {
+        if number == 2 {
+            assert_eq!(outcome, GetOutcome::Failed);
+        } else {
+            assert_eq!(outcome, GetOutcome::Local, "key {number}");
+            reading.check(number, 3);
+        }
+        reading.free(&*engine);
+    }
+    idle(&node);
 }
 
 #[test]

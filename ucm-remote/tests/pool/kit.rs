@@ -454,6 +454,80 @@ impl Reading {
     }
 }
 
+/// A host engine that says of every plan with a copy into one region that it has failed.
+#[derive(Debug)]
+pub(crate) struct Spoiling {
+    engine: HostEngine,
+    state: Mutex<(Option<RegionId>, Vec<Ticket>)>,
+}
+
+impl Default for Spoiling {
+    fn default() -> Self {
+        let engine = HostEngine::builder().build().unwrap();
+        Self { engine, state: Mutex::default() }
+    }
+}
+
+impl Spoiling {
+    pub(crate) fn spoil(&self, region: RegionId) {
+        self.state.lock().unwrap().0 = Some(region);
+    }
+}
+
+impl TransferEngine for Spoiling {
+    fn name(&self) -> &'static str {
+        "spoiling"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.engine.capabilities()
+    }
+
+    fn register(&self, memory: Memory) -> Result<RegionId, TransferError> {
+        self.engine.register(memory)
+    }
+
+    fn deregister(&self, region: RegionId) -> Result<(), TransferError> {
+        self.engine.deregister(region)
+    }
+
+    fn submit(&self, plan: TransferPlan) -> Result<Ticket, Rejected> {
+        // Held until the ticket is known: nobody polls in between.
+        let mut state = self.state.lock().unwrap();
+        let bad = plan.items.iter().any(|item| Some(item.dst.region) == state.0);
+        let ticket = self.engine.submit(plan)?;
+        if bad {
+            state.1.push(ticket);
+        }
+        Ok(ticket)
+    }
+
+    fn poll(&self, out: &mut Vec<Completion>) -> usize {
+        let state = self.state.lock().unwrap();
+        let before = out.len();
+        let count = self.engine.poll(out);
+        for completion in out[before..].iter_mut().filter(|c| state.1.contains(&c.ticket)) {
+            let why = "the test says so";
+            completion.result = Err(TransferError::new(ucm_transport::ErrorKind::Failed, why));
+        }
+        count
+    }
+
+    fn set_waker(&self, waker: Option<Waker>) {
+        self.engine.set_waker(waker);
+    }
+
+    fn quiesce(&self, target: Quiesce, deadline: Instant) -> Result<(), TransferError> {
+        self.engine.quiesce(target, deadline)
+    }
+}
+
+impl Reading {
+    pub(crate) fn region(&self) -> RegionId {
+        self.region
+    }
+}
+
 /// A host engine whose copies wait at a gate.
 #[derive(Debug)]
 pub(crate) struct Gated {
