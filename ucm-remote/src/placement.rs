@@ -45,13 +45,24 @@ pub struct ByHash;
 
 impl PlacementStrategy for ByHash {
     fn place(&self, key: &ObjectKey, len: u64, members: &[Member], count: usize) -> Placement {
-        let mut members = able(members, len);
-        members.sort_by_cached_key(|member| {
+        let hash = |what: &dyn Fn(&mut DefaultHasher)| {
             let mut hasher = DefaultHasher::new();
-            (key, &member.peer).hash(&mut hasher);
-            (Reverse(hasher.finish()), member.peer.clone())
-        });
-        first(members, count)
+            what(&mut hasher);
+            hasher.finish()
+        };
+        let of_key = hash(&|hasher| key.hash(hasher));
+        // The best so far, best first: few are wanted of many.
+        let mut best: Vec<(Reverse<u64>, &Member)> = Vec::new();
+        for member in able(members, len) {
+            let rank = Reverse(hash(&|hasher| (of_key, &member.peer).hash(hasher)));
+            let at =
+                best.partition_point(|(other, known)| (other, &known.peer) < (&rank, &member.peer));
+            if at < count {
+                best.truncate(count - 1);
+                best.insert(at, (rank, member));
+            }
+        }
+        first(best.into_iter().map(|(_, member)| member).collect(), count)
     }
 }
 
