@@ -16,8 +16,14 @@ use ucm_remote::{
 };
 
 use crate::{
-    cli::Common, document::Document, env::Env, error::BenchError, figure::Figure,
-    progress::Progress, stats::percentile,
+    cli::Common,
+    document::Document,
+    env::Env,
+    error::BenchError,
+    figure::Figure,
+    progress::Progress,
+    simulation::{self, Shape},
+    stats::percentile,
 };
 
 /// Keys of one question, as the specification has it.
@@ -44,6 +50,10 @@ pub(crate) struct Args {
     /// Questions of each client before the removal
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(10..))]
     questions: u32,
+    /// Simulate so many peers of an embedded directory: storms of announcements, reports, a restart,
+    /// departures, placement
+    #[arg(long, value_name = "PEERS", value_parser = clap::value_parser!(u64).range(10..=4000))]
+    simulate: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -96,6 +106,11 @@ struct Samples {
 /// Measures.
 pub(crate) fn run(args: &Args, common: &Common) -> Result<Document, BenchError> {
     let mut document = Document::new("directory", Env::collect());
+    if let Some(peers) = args.simulate {
+        let shape = Shape { peers, keys: args.keys, clients: args.clients };
+        simulation::run(shape, common, &mut document)?;
+        return Ok(document);
+    }
     document.about(
         "Who has what",
         "Peers announce objects, clients ask for batches of 64 keys, and a peer with an eighth of all \

@@ -34,6 +34,7 @@ mod report;
 mod rng;
 mod run_file;
 mod scratch;
+mod simulation;
 mod staging;
 mod stats;
 mod suite;
