@@ -60,6 +60,19 @@ impl Arena {
         self.huge
     }
 
+    /// The checksum of a part, as loads that are read in place compute it.
+    ///
+    /// # Panics
+    /// When the part leaves the arena.
+    #[must_use]
+    pub fn checksum(&self, at: usize, len: usize) -> u64 {
+        assert!(at.checked_add(len).is_some_and(|end| end <= self.len), "outside of the arena");
+        // SAFETY: at <= len.
+        let base = unsafe { self.base.add(at) };
+        // SAFETY: inside the mapping, which lives as long as the arena.
+        unsafe { crate::xxh3::hash(base, len) }
+    }
+
     /// A part of it as memory of an operation; parts may overlap, and then their bytes are anybody's.
     ///
     /// # Panics
@@ -82,12 +95,6 @@ impl Drop for Arena {
             tracing::error!(%error, "an arena stays mapped");
         }
     }
-}
-
-/// The checksum of objects.
-#[must_use]
-pub fn checksum(bytes: &[u8]) -> u64 {
-    xxhash_rust::xxh3::xxh3_64(bytes)
 }
 
 /// A file that is read and written from front to back.

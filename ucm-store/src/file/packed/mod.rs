@@ -48,7 +48,8 @@ pub(super) struct Packed {
     segment_bytes: u64,
     buffers: Buffers,
     state: Mutex<State>,
-    writer: Mutex<Option<Writer>>,
+    /// Segments that this process writes and that nobody is at: each store takes one and gives it back.
+    writers: Mutex<Vec<Writer>>,
     /// The file whose lock writers of the index hold.
     lock: Mutex<fs::File>,
     open: Mutex<HashMap<u64, Arc<OwnedFd>>>,
@@ -137,7 +138,7 @@ impl Packed {
             segment_bytes: segment_bytes.clamp(1 << 20, entry::MAX_SEGMENT_BYTES),
             buffers: buffers.clone(),
             state: Mutex::new(State { index, log }),
-            writer: Mutex::new(None),
+            writers: Mutex::default(),
             lock: Mutex::new(lock),
             open: Mutex::default(),
         };

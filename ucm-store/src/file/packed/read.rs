@@ -26,8 +26,8 @@ use crate::{
     },
 };
 
-/// Bytes of one read, about.
-const GROUP_BYTES: u64 = 1 << 20;
+/// Most bytes of one read: a MiB of payload and what lies around it.
+const GROUP_BYTES: u64 = (1 << 20) + (1 << 18);
 /// Bytes between two objects that are read rather than left out.
 const GAP_BYTES: u64 = 16 * 1024;
 

@@ -43,7 +43,7 @@ pub(super) struct Writer {
 impl Packed {
     /// Stores objects and ends their operations.
     pub(in crate::file) fn store(&self, inner: &Inner, ops: Vec<Op>) {
-        let mut writer = self.writer.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut writer = self.writers().pop();
         let mut batch = Vec::new();
         let mut bytes = 0;
         let mut ops = ops.into_iter().peekable();
@@ -59,7 +59,7 @@ impl Packed {
                     let result = self.store_batch(inner, &mut writer, &batch);
                     if result.is_err() {
                         // What lies behind its end is nobody's.
-                        *writer = None;
+                        writer = None;
                     }
                     result
                 });
@@ -67,6 +67,11 @@ impl Packed {
                 bytes = 0;
             }
         }
+        self.writers().extend(writer);
+    }
+
+    fn writers(&self) -> std::sync::MutexGuard<'_, Vec<Writer>> {
+        self.writers.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     fn store_batch(

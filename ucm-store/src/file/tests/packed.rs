@@ -180,6 +180,26 @@ in_all_ways! {
         }
     }
 
+    /// A whole record, with its right hash, at the place of another of the same length.
+    ///
+    /// Broken on purpose: the record is not compared with what was asked for.
+    fn a60_a_record_at_anothers_place_is_not_served() {
+        let dir = tempfile::tempdir().unwrap();
+        let backend = open(dir.path());
+        assert_eq!(store(&backend, 0..6, 1), vec![None; 6]);
+        let segment = segment_files(dir.path()).pop().unwrap();
+        let file = fs::OpenOptions::new().read(true).write(true).open(segment).unwrap();
+        let stride = |shard: u32| (64 + small(shard, 0).len() as u64).next_multiple_of(64);
+        let place = |shard: u32| 4096 + (0..shard).map(stride).sum::<u64>();
+        let mut record = vec![0; usize::try_from(stride(0)).unwrap()];
+        assert_eq!(small(0, 0).len(), small(3, 0).len());
+        file.read_exact_at(&mut record, place(0)).unwrap();
+        file.write_all_at(&record, place(3)).unwrap();
+        let corrupt = Some(ErrorKind::Corrupt);
+        assert_eq!(fetch(&backend, 0..6, 1), [None, None, None, corrupt, None, None]);
+        assert_eq!(fetch(&backend, 3..4, 1), [Some(ErrorKind::Missing)]);
+    }
+
     fn the_index_is_made_from_the_segments() {
         let dir = tempfile::tempdir().unwrap();
         let backend = open(dir.path());
