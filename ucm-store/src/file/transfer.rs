@@ -158,6 +158,7 @@ mod tests {
             let mut transfer = Transfer::new(64, [span(a), span(b), span(c)], align);
             let mut ended = None;
             for step in steps.into_iter().chain(std::iter::repeat_n(Some(usize::MAX), 2)) {
+                prop_assert_eq!(transfer.next().2 % align as u64, 0, "where a device takes no call");
                 let moved = match step {
                     None => Err(io::Error::from_raw_os_error(libc::EINTR)),
                     Some(most) => {

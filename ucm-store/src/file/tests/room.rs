@@ -48,7 +48,8 @@ fn until(mut done: impl FnMut() -> bool) {
 }
 
 in_all_ways! {
-    /// Broken on purpose: the youngest go; touches and loads do not count; eviction stops too late.
+    /// Broken on purpose: the youngest go; touches do not count (then this test does not end); loads do not
+    /// count; eviction stops too late.
     fn a46_above_the_quota_the_oldest_go() {
         let dir = tempfile::tempdir().unwrap();
         let each = 300_000;
@@ -138,7 +139,7 @@ in_all_ways! {
         take(&backend, 8, 300_000).unwrap();
     }
 
-    /// Broken on purpose: the breaker never opens; it never closes; what waits is not ended.
+    /// Broken on purpose: the breaker never opens; what waits is not ended (then this test does not end).
     fn a49_a_device_that_stops_answering() {
         let dir = tempfile::tempdir().unwrap();
         let settings = config(dir.path(), "model=a").stall_after(Duration::from_millis(300)).depth(2);
