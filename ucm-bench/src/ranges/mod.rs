@@ -70,6 +70,9 @@ pub(crate) struct Args {
     /// Do not complete objects in the background
     #[arg(long)]
     no_prefetch: bool,
+    /// The node's medium has no place: everything goes through the arena, and nothing stays
+    #[arg(long)]
+    full_medium: bool,
     /// Read a group of all requests before the next group
     #[arg(long)]
     interleave_groups: bool,
@@ -148,6 +151,8 @@ struct Samples {
     stall: Vec<f64>,
     rate: Vec<f64>,
     wait: Vec<f64>,
+    /// Of the time in calls.
+    wait_share: Vec<f64>,
     /// The worst run.
     counted: Counted,
 }
@@ -180,7 +185,9 @@ pub(crate) fn run(args: &Args, common: &Common) -> Result<Document, BenchError> 
     let owned: Reply = owner.ask_one(0, &own)?;
     let mut node = match args.policy {
         Policy::Pull => None,
-        Policy::Ucm => Some(Node::start(&spec, &owned, &scratch, neighbour.as_deref())?),
+        Policy::Ucm => {
+            Some(Node::start(&spec, &owned, &scratch, neighbour.as_deref(), args.full_medium)?)
+        }
     };
     let mut document = Document::new("ranges", Env::collect());
     describe(&mut document, args, common, &spec);
@@ -291,6 +298,8 @@ fn restore(
         counted.install = counted.whole;
         samples.wait.push(sum(|r| r.arena_wait_ns, &told) as f64 / 1e3);
     }
+    let calls: f64 = told.iter().map(|reply| (reply.ended_ns - reply.began_ns) as f64 / 1e3).sum();
+    samples.wait_share.push(samples.wait.last().copied().unwrap_or(0.0) / calls.max(1.0));
     if counted.wire >= samples.counted.wire {
         samples.counted = counted;
     }
@@ -310,6 +319,7 @@ impl Node {
         owned: &Reply,
         scratch: &Scratch,
         neighbour: Option<&std::path::Path>,
+        full: bool,
     ) -> Result<Self, BenchError> {
         let directory = Arc::new(EmbeddedDirectory::new(EmbeddedLimits::default()));
         let (peer, boot) = (PeerId::new(owner::NAME), Token(owned.boot));
@@ -325,7 +335,8 @@ impl Node {
             })
             .collect();
         directory.announce(&records, soon()).map_err(peer_error)?;
-        let segments = owner::shared(spec.page_bytes, owner::pages(spec))?;
+        let pages = if full { 1 } else { owner::pages(spec) };
+        let segments = owner::shared(spec.page_bytes, pages)?;
         let medium =
             HostMedium::shared(&segments, PagedLimits::new(spec.page_bytes)).map_err(peer_error)?;
         let arena = owner::shared(spec.arena_bytes, 1)?;
@@ -391,6 +402,7 @@ fn describe(document: &mut Document, args: &Args, common: &Common, spec: &Spec) 
     document.config("compute_us_per_layer", args.compute_us_per_layer);
     document.config("prefetch", spec.prefetch);
     document.config("interleave_groups", args.interleave_groups);
+    document.config("full_medium", args.full_medium);
     document.config("page_bytes", args.page_bytes);
     document.config("runs", common.runs);
     document.env_mut().engine = Some(format!("{:?}", args.engine).to_lowercase());
@@ -422,12 +434,14 @@ fn report(document: &mut Document, spec: &Spec, all: &[(u32, Samples)]) -> Resul
         by_ranks.push(json!({
             "ranks": count,
             "restore_us_p50": restore.median(), "ttfl_us_p50": ttfl.median(),
+            "ttfl_us_p99": of(&samples.ttfl_p99)?.median(),
             "stall_us": stall.median(), "get_bytes_per_s": rate.median(),
             "wire_bytes": counted.wire, "unique_bytes": counted.unique,
             "amplification": amplification, "whole_bytes": counted.whole,
             "repeat_remote": counted.repeat, "local_install_bytes": counted.install,
             "remote_calls": counted.calls, "exchanges": counted.exchanges,
             "copy_bytes": counted.copied, "arena_wait_us": of(&samples.wait)?.median(),
+            "arena_wait_share": of(&samples.wait_share)?.median(),
         }));
         table.row([
             count.to_string(),
@@ -450,6 +464,7 @@ fn report(document: &mut Document, spec: &Spec, all: &[(u32, Samples)]) -> Resul
             ("stall_us", &samples.stall),
             ("get_bytes_per_s", &samples.rate),
             ("arena_wait_us", &samples.wait),
+            ("arena_wait_share", &samples.wait_share),
         ];
         for (name, values) in figures {
             document.figure(name, &of(values)?);
