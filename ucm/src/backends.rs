@@ -68,7 +68,8 @@ fn home(config: &Config, pool: &PoolConfig) -> Result<Arc<dyn Backend>, Error> {
                 DurabilityKind::Fsync => Durability::Fsync,
             };
             let mut file = FileConfig::new(&config.backend.dir, pool_descriptor(config, pool))
-                .durability(durability);
+                .durability(durability)
+                .quota_bytes(config.backend.quota_bytes);
             if config.backend.threads != 0 {
                 file = file.threads(config.backend.threads);
             }
@@ -178,5 +179,37 @@ impl Backend for Nothing {
 
     fn remove(&self, keys: &[([u8; 16], u32)]) -> Vec<Result<(), StoreError>> {
         keys.iter().map(|_| Ok(())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ucm_store::testing::Collector;
+
+    use super::*;
+
+    /// Broken on purpose: the quota does not reach the backend.
+    #[test]
+    fn a46_the_quota_of_the_configuration_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let pool = vec![PoolConfig { shard_bytes: 1 << 20, slots: 1, ..PoolConfig::default() }];
+        let mut config = Config { pool, ..Config::default() };
+        config.backend.kind = BackendKind::File;
+        config.backend.dir = dir.path().to_owned();
+        config.backend.quota_bytes = 4 << 20;
+        let backend = Backends::configured(&config).unwrap().of_pool(0);
+        for n in 0..12 {
+            let sink = Collector::new();
+            backend.dump(vec![sink.op_with([n; 16], 0, &vec![n; 1 << 20]).1]);
+            assert_eq!(sink.wait_one().0, Ok(()));
+        }
+        let keys: Vec<_> = (0..12).map(|n| ([n; 16], 0)).collect();
+        // Making room follows the end of a dump, in another thread; dropping the backend waits for it.
+        drop(backend);
+        config.backend.quota_bytes = 0;
+        let backend = Backends::configured(&config).unwrap().of_pool(0);
+        let there = backend.contains(&keys).into_iter().filter(|p| *p == Presence::There).count();
+        assert!((1..=4).contains(&there), "{there} objects of 1 MiB in 4 MiB");
+        assert_eq!(backend.contains(&[([11; 16], 0)]), [Presence::There], "the youngest stays");
     }
 }

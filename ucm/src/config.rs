@@ -127,6 +127,9 @@ pub struct BackendConfig {
     pub threads: usize,
     /// When a dump counts as stored: "none", "close" or "fsync".
     pub durability: DurabilityKind,
+    /// Bytes that each pool may take in `dir`, as its file system counts them; 0: no limit. Above it, what
+    /// was used longest ago goes.
+    pub quota_bytes: u64,
 }
 
 /// Queues of each rank.
