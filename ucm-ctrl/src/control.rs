@@ -102,7 +102,7 @@ impl Control {
         member::is_stay_over(&self.region, id, incarnation)
     }
 
-    /// True when a seat owns or pins a slot, or holds a lock: then it may not be given to anybody else
+    /// True when a seat owns or pins a slot, holds a lock, or clears up after another: then it may not be given to anybody else
     /// without proof that its holder's process is over. Walks all slots and buckets.
     #[must_use]
     pub fn holds_anything(&self, id: MemberId) -> bool {

@@ -41,7 +41,6 @@ pub const NAMES: &[&str] = &[
     "group.fields.after",
     "group.free.after",
     "group.full.after",
-    "group.gone.after",
     "group.letgo.after",
     "group.letgo.before",
     "group.open.after",

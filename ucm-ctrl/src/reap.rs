@@ -103,8 +103,15 @@ fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
     reaped
 }
 
-/// Whether this seat owns or pins a slot, or holds a lock.
+/// Whether this seat owns or pins a slot, holds a lock, or clears up after another.
 pub(crate) fn holds_anything(region: &Region, seat: u8) -> bool {
+    let clears = (0..).zip(region.members()).any(|(other, record)| {
+        let word = MemberWord(record.word.load(Ordering::SeqCst));
+        word.state() == MemberState::Reaping && word.reaper() == seat && other != seat
+    });
+    if clears {
+        return true;
+    }
     (0..MAX_POOLS).filter_map(|pool| region.pool(pool)).any(|tables| {
         let holds = |slot: &Slot| {
             let word = slot.load();

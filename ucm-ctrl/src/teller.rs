@@ -16,7 +16,6 @@ use crate::{
     BlockId, Control, CtrlError, Member, MemberId,
     attendant::{Alive, Attendant},
     event::SLEEPERS,
-    failpoint::failpoint,
     group::{self, Opened, Seated},
     layout::MAX_MEMBERS,
     member::MemberInner,
@@ -137,13 +136,10 @@ impl Vote {
                     }
                     Some(opener) if group::is_joined(region, opener) => return None,
                     // What it opened before it was gone is there by now; what it opens after, it frees.
-                    _ => {
-                        failpoint!("group.gone.after");
-                        match group::find(region, self.group, self.lasting, me.index) {
-                            Some(record) => record,
-                            None => return Some(false),
-                        }
-                    }
+                    _ => match group::find(region, self.group, self.lasting, me.index) {
+                        Some(record) => record,
+                        None => return Some(false),
+                    },
                 },
             },
         };

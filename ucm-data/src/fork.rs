@@ -13,6 +13,7 @@
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Once};
+use std::time::{Duration, Instant};
 
 use crate::{DataError, ErrorKind};
 
@@ -22,6 +23,8 @@ const GUARDABLE: usize = 64 * 1024;
 static GENERATION: AtomicU64 = AtomicU64::new(1);
 static GUARDED: [AtomicU64; GUARDABLE / 64] = [const { AtomicU64::new(0) }; GUARDABLE / 64];
 static INSTALL: Once = Once::new();
+/// A fork of a process with much memory takes tens of milliseconds.
+const LONGEST_FORK: Duration = Duration::from_secs(1);
 /// Forks of this process that began, and those of them that the parent has returned from.
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static FINISHED: AtomicU64 = AtomicU64::new(0);
@@ -59,11 +62,17 @@ impl GuardedFd {
     /// between `make` and the guard: it is made again then. Before it is locked, bound or listened at.
     pub(crate) fn made<E>(make: impl Fn() -> Result<OwnedFd, E>) -> Result<Self, E> {
         install();
+        let since = Instant::now();
         loop {
             let finished = FINISHED.load(Ordering::SeqCst);
             let guarded = Self::new(make()?);
             // A fork that begins only now finds it marked.
             if STARTED.load(Ordering::SeqCst) == finished {
+                return Ok(guarded);
+            }
+            // A fork may itself wait for this thread, in a handler of another library.
+            if since.elapsed() > LONGEST_FORK {
+                tracing::warn!("a fork takes long; its child may keep a seat in the cache");
                 return Ok(guarded);
             }
             std::thread::yield_now();

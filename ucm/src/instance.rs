@@ -264,7 +264,11 @@ fn repair_leftovers(member: &Member, occupied: &[u16]) {
     for other in control.inspect_members() {
         let seated = occupied.contains(&u16::from(other.index)) || other.index == member.id().0;
         if !seated && other.state != MemberState::Free {
-            member.expel(MemberId(other.index), other.generation);
+            let expelled = member.expel(MemberId(other.index), other.generation);
+            if other.state == MemberState::Joined && !expelled.done {
+                // An expelled member cannot mark it: another one will.
+                continue;
+            }
             let unproven = matches!(other.state, MemberState::Joined | MemberState::Expelled);
             if unproven && control.holds_anything(MemberId(other.index)) {
                 tracing::warn!(
@@ -327,6 +331,13 @@ impl StewardHooks for Hooks {
             }
         }
         false
+    }
+
+    fn is_cleared(&self, seat: u16, incarnation: Token) -> bool {
+        let member = self.upgrade().zip(u8::try_from(seat).ok());
+        member.is_some_and(|(member, seat)| {
+            member.control().is_stay_over(MemberId(seat), incarnation.0)
+        })
     }
 
     fn on_failed_join(&self, occupied: &[u16]) {

@@ -68,6 +68,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
         return fail(format!("fuzz: {remedy}"));
     }
     let fuzz = workspace.root().join("fuzz");
+    let suppressions = fuzz.join("leaks.supp");
     for target in targets(workspace)? {
         if args.target.as_ref().is_some_and(|only| *only != target) {
             continue;
@@ -83,6 +84,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
             .args(&folders)
             .args(&["--", "-max_len=4096", "-timeout=30"])
             .args(&[format!("-max_total_time={}", args.seconds)])
+            .env("LSAN_OPTIONS", &format!("suppressions={}", suppressions.display()))
             .env("CARGO_TARGET_DIR", &workspace.target().join("fuzz").to_string_lossy())
             .dir(&fuzz)
             .run()?;

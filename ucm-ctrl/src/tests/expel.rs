@@ -192,6 +192,11 @@ fn d1_a_seat_holds_what_it_owns_pins_or_locks() {
     assert_eq!(holds(), [false, true]);
     drop(held);
     assert_eq!(holds(), [false, false]);
+    let dead = ManuallyDrop::new(rank(&control));
+    let record = control.region.member(dead.id().0).unwrap();
+    let word = crate::member::MemberWord::with(MemberState::Reaping, one.id().0, dead.generation());
+    record.word.store(word.0, Ordering::SeqCst);
+    assert_eq!(holds(), [true, false]);
 }
 
 /// A stay is over when its record is free or another's, not while somebody clears it up. Mutants: a record that is

@@ -120,6 +120,8 @@ impl Reached {
                 return Ok(Some(Lack::Answer));
             }
             before = prospect.refusal;
+            let left = prospect.left;
+            self.prospects.retain(|prospect| prospect.seat != seat || !left);
         }
         // Whoever was met stays in the list, and its process watched, until another one is met there.
         match knock(way.directory, way.layout, way.watch, seat)? {

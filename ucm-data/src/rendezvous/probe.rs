@@ -52,6 +52,8 @@ pub(crate) struct Prospect {
     pub(crate) since: Instant,
     pub(crate) welcome: Option<Welcome>,
     pub(crate) gone: bool,
+    /// It said goodbye: its stay is over.
+    pub(crate) left: bool,
     /// Why it is gone, if it said so.
     pub(crate) refusal: Option<Refusal>,
     /// Why it was gone when it was reached before.
@@ -155,6 +157,7 @@ pub(crate) fn knock(
         since: Instant::now(),
         welcome: None,
         gone: false,
+        left: false,
         refusal: None,
         before: None,
         kept: false,
@@ -262,6 +265,9 @@ impl Prospect {
                 return self.refused(why, layout, &theirs);
             }
             Received::Empty => {}
+            Received::Message { message: Message::Bye, .. } => {
+                (self.gone, self.left) = (true, true)
+            }
             Received::Message { .. } | Received::Garbage(_) | Received::Closed => self.gone = true,
         }
         Ok(())

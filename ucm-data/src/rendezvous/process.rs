@@ -57,8 +57,15 @@ impl Life {
     pub(crate) fn is_over(&self) -> bool {
         match self {
             Self::Over => true,
-            Self::Watched(pidfd) => is_ready(pidfd.as_fd(), PollFlags::IN),
+            Self::Watched(pidfd) => {
+                is_ready(pidfd.as_fd(), PollFlags::IN) && is_pidfd(pidfd.as_fd())
+            }
         }
+    }
+
+    /// Somebody has closed the pidfd, or even put something else into its place.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.pidfd().is_some_and(|pidfd| !is_pidfd(pidfd))
     }
 
     pub(crate) fn pidfd(&self) -> Option<BorrowedFd<'_>> {
@@ -91,14 +98,29 @@ impl Lacking {
     }
 }
 
-/// Asks for this very process's pidfd over a pair of sockets of its own.
+/// Asks for this very process's pidfd over a pair of sockets of its own. False while that is not known.
 fn peer_pidfds_are_known() -> bool {
     static KNOWN: OnceLock<bool> = OnceLock::new();
-    *KNOWN.get_or_init(|| {
-        let flags = SocketFlags::CLOEXEC;
-        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-            .is_ok_and(|(one, _other)| peer_pidfd(one.as_fd()).is_ok())
-    })
+    if let Some(known) = KNOWN.get() {
+        return *known;
+    }
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let known = match pair.and_then(|(one, _other)| peer_pidfd(one.as_fd())) {
+        Ok(_) => true,
+        Err(Errno::NOPROTOOPT | Errno::INVAL) => false,
+        // Out of descriptors, perhaps: ask again the next time.
+        Err(_) => return false,
+    };
+    *KNOWN.get_or_init(|| known)
+}
+
+/// Whether this still is a pidfd, of a process that runs or not: nobody guards a number against
+/// `close` elsewhere in the program.
+fn is_pidfd(fd: BorrowedFd<'_>) -> bool {
+    let nothing = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: signal 0 is never delivered, and the null pointer means "no information".
+    let rc = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd.as_raw_fd(), 0, nothing, 0) };
+    rc == 0 || std::io::Error::last_os_error().raw_os_error() != Some(libc::EBADF)
 }
 
 /// Credentials of the peer at connect or listen time.
@@ -208,5 +230,25 @@ mod tests {
         let number = i32::try_from(child.id()).unwrap();
         assert!(Life::by_number(number).unwrap().is_over(), "nobody has the number again so soon");
         assert!(Life::by_number(0).is_err());
+    }
+
+    /// Something else has the number of a pidfd. Mutant: whatever can be read is an end.
+    #[test]
+    fn d1_what_is_no_pidfd_proves_nothing() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        drop(writer);
+        let life = Life::Watched(GuardedFd::new(reader));
+        assert!(is_ready(life.pidfd().unwrap(), PollFlags::IN | PollFlags::HUP));
+        assert!(!life.is_over() && life.is_lost());
+        let own = pidfd_of(std::process::id());
+        assert!(!own.is_over() && !own.is_lost());
+        let mut child = Command::new("true").spawn().unwrap();
+        let gone = pidfd_of(child.id());
+        child.wait().unwrap();
+        assert!(gone.is_over() && !gone.is_lost());
+    }
+
+    fn pidfd_of(pid: u32) -> Life {
+        Life::by_number(i32::try_from(pid).unwrap()).unwrap()
     }
 }

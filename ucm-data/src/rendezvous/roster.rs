@@ -140,8 +140,8 @@ impl Roster {
     }
 
     pub(crate) fn on_message(&mut self, id: ConnId, message: Message) -> Vec<Action> {
-        let known = matches!(message, Message::Seated { seat, incarnation }
-            if self.members().any(|(_, s, i)| (s, i) == (seat, incarnation)));
+        let known = matches!(message, Message::Seated { seat, incarnation } | Message::Welcome { seat, incarnation, .. }
+            if self.members().any(|(other, s, i)| other != id && (s, i) == (seat, incarnation)));
         let me = &self.me;
         let Some((_, phase)) = self.entries.iter_mut().find(|(other, _)| *other == id) else {
             return vec![Action::Forget];
@@ -169,6 +169,9 @@ impl Roster {
                 actions.push(Action::Notify(Notice::Joined(seat, incarnation)));
                 actions
             }
+            // A stay that is known by a connection of its own; this one meant an earlier one.
+            (Phase::Silent { .. }, Message::Welcome { .. }) if known => vec![self.forget(id)],
+            (Phase::Member { .. }, Message::Welcome { .. }) if known => self.over(id),
             (Phase::Silent { seat }, Message::Welcome { seat: says, incarnation, boot, .. })
                 if says == seat && boot == me.boot =>
             {
@@ -210,21 +213,28 @@ impl Roster {
         }
     }
 
-    /// Somebody sits there now: the record was free, so the stay of one that had hung up is over.
+    /// Somebody sits there now: the record was free, so the stay of any other is over, unless it talks
+    /// and says so itself.
     fn supersede(&mut self, by: ConnId, wanted: u16) -> Vec<Action> {
         self.uncleared.retain(|(seat, _)| *seat != wanted);
-        let earlier = self.entries.iter().find_map(|(id, phase)| match *phase {
-            Phase::Member { seat, incarnation, line: Line::Down }
-                if seat == wanted && *id != by =>
-            {
-                Some((*id, incarnation))
+        let earlier: Vec<_> = self.entries.iter().filter(|(id, _)| *id != by).copied().collect();
+        let mut actions = Vec::new();
+        for (id, phase) in earlier {
+            let named = match phase {
+                Phase::Member { seat, incarnation, line } if seat == wanted && line != Line::Up => {
+                    Some(incarnation)
+                }
+                Phase::Silent { seat } if seat == wanted => None,
+                _ => continue,
+            };
+            self.forget(id);
+            actions.push(Action::ForgetOther(id));
+            if let Some(incarnation) = named {
+                self.ended(wanted, incarnation, Fate::Left);
+                actions.push(Action::Notify(Notice::Left(wanted, incarnation)));
             }
-            _ => None,
-        });
-        let Some((id, incarnation)) = earlier else { return Vec::new() };
-        self.ended(wanted, incarnation, Fate::Left);
-        self.forget(id);
-        vec![Action::ForgetOther(id), Action::Notify(Notice::Left(wanted, incarnation))]
+        }
+        actions
     }
 
     /// Its stay is over, though its process and perhaps its seat are not.
@@ -236,7 +246,14 @@ impl Roster {
 
     /// Nobody has cleared up after this stay yet, whose end is proven.
     pub(crate) fn keep(&mut self, seat: u16, incarnation: Token) {
-        self.uncleared.push((seat, incarnation));
+        if self.member_at(seat).is_none() {
+            self.uncleared.push((seat, incarnation));
+        }
+    }
+
+    /// Somebody has cleared up after some of these by now.
+    pub(crate) fn forget_cleared(&mut self, is_cleared: impl Fn(u16, Token) -> bool) {
+        self.uncleared.retain(|(seat, incarnation)| !is_cleared(*seat, *incarnation));
     }
 
     /// The connection broke, or carried garbage.
@@ -262,7 +279,9 @@ impl Roster {
                 *line = Line::Down;
                 vec![Action::Hang]
             }
-            _ => vec![self.forget(id), Action::Notify(Notice::DiedJoining)],
+            // Whoever it is: its end is awaited.
+            Some((_, Phase::Silent { .. })) => vec![Action::Hang],
+            _ => vec![self.forget(id)],
         }
     }
 
@@ -475,6 +494,14 @@ mod tests {
         seat(&mut roster, 3, 5, new);
         assert_eq!(listed(&mut roster, 4), [(5, new)]);
         assert_eq!(roster.uncleared_at(5), None);
+        // It sits there: the news is late.
+        roster.keep(5, old);
+        assert_eq!(roster.uncleared_at(5), None);
+        roster.keep(9, old);
+        roster.forget_cleared(|seat, incarnation| (seat, incarnation) == (9, new));
+        assert_eq!(roster.uncleared_at(9), Some(old));
+        roster.forget_cleared(|seat, incarnation| (seat, incarnation) == (9, old));
+        assert_eq!(roster.uncleared_at(9), None);
     }
 
     /// Whoever sits down where another one has hung up: that one's stay is over. Mutants: it stays; one that talks goes.
@@ -498,6 +525,19 @@ mod tests {
         assert_eq!(roster.fates(), [(5, old, Fate::Left)]);
         assert_eq!(roster.on_exit(1), [Action::Forget]);
         assert_eq!(roster.member_at(6), Some((2, other, true)));
+        // The same of one that has not answered, or never said who it was.
+        roster.reached(4, 7, Some(old), false);
+        roster.reached(5, 7, None, false);
+        roster.accepted(6);
+        roster.on_message(6, hello(7));
+        let actions = roster.on_message(6, Message::Seated { seat: 7, incarnation: new });
+        let expected = [
+            Action::ForgetOther(4),
+            Action::Notify(Notice::Left(7, old)),
+            Action::ForgetOther(5),
+            Action::Notify(Notice::Joined(7, new)),
+        ];
+        assert_eq!(actions, expected);
     }
 
     /// What others say of a stay is corrected by who sits there. Mutant: the welcome's name is not taken.
@@ -522,6 +562,12 @@ mod tests {
         assert_eq!(roster.on_message(1, welcome(5, new)), []);
         // One that speaks for another seat is not believed.
         assert_eq!(roster.on_message(1, welcome(6, new)), [Action::Hang]);
+        // Of one that is known by its own connection nothing is told twice.
+        roster.reached(2, 5, Some(old), false);
+        let ends = [Action::Forget, Action::Notify(Notice::Left(5, old))];
+        assert_eq!(roster.on_message(2, welcome(5, new)), ends);
+        roster.reached(3, 5, None, false);
+        assert_eq!(roster.on_message(3, welcome(5, new)), [Action::Forget]);
     }
 
     /// It sat, perhaps, and never said who it was: its record must be looked for. Mutant: no notice.
@@ -531,8 +577,10 @@ mod tests {
         roster.reached(1, 5, None, false);
         let expected = [Action::Forget, Action::Notify(Notice::DiedJoining)];
         assert_eq!(roster.on_exit(1), expected);
+        // A seat that is free proves nothing of its process.
         roster.reached(2, 6, None, false);
-        assert_eq!(roster.lost(2), expected);
+        assert_eq!(roster.lost(2), [Action::Hang]);
+        assert_eq!(roster.on_exit(2), expected);
     }
 
     #[test]

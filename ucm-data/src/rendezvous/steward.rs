@@ -51,6 +51,13 @@ pub trait StewardHooks: Send + Sync {
     /// after it: then whoever joins is told of that end as well.
     fn on_death(&self, seat: u16, incarnation: Token) -> bool;
 
+    /// Whether this stay, whose end is proven and which this member could not clear up after, has been
+    /// cleared up after by somebody else.
+    fn is_cleared(&self, seat: u16, incarnation: Token) -> bool {
+        let _ = (seat, incarnation);
+        false
+    }
+
     /// A member left in good order: nothing of it needs repair. Exactly once per stay.
     fn on_leave(&self, seat: u16, incarnation: Token);
 
@@ -178,6 +185,8 @@ struct Ready {
     knocked: bool,
     talking: Vec<ConnId>,
     over: Vec<ConnId>,
+    /// Somebody has closed our descriptors.
+    robbed: bool,
 }
 
 impl Steward {
@@ -187,6 +196,16 @@ impl Steward {
         self.publish();
         while !self.bell.stop.load(Ordering::Acquire) {
             let ready = self.wait();
+            if ready.robbed {
+                // Nothing of the others can be proved any more, and what has our numbers now is not ours.
+                self.watch.poison(
+                    "another part of this program has closed descriptors of the cache (close_range, \
+                     closefrom); keep it from that and restart"
+                        .into(),
+                );
+                let _never_dropped = std::mem::ManuallyDrop::new(self);
+                return;
+            }
             if ready.rung {
                 let _ = rustix::io::read(self.bell.eventfd.as_fd(), &mut [0; 8]);
             }
@@ -279,7 +298,11 @@ impl Steward {
                 Who::Bell => ready.rung = true,
                 Who::Listener => ready.knocked = true,
                 Who::Socket(id) => ready.talking.push(*id),
-                Who::Process(id) => ready.over.push(*id),
+                Who::Process(id) => {
+                    let is_over = |conn: &Conn| conn.id == *id && conn.life.is_over();
+                    ready.over.extend(self.conns.iter().any(is_over).then_some(*id));
+                    ready.robbed |= self.conns.iter().any(|c| c.id == *id && c.life.is_lost());
+                }
             }
         }
         ready
@@ -404,6 +427,11 @@ impl Steward {
                 Received::Message { message, .. } => {
                     if matches!(message, Message::Hello { .. }) {
                         self.hear_strangers_before(id, notices);
+                        let hooks = &self.hooks;
+                        let is_cleared = |seat, stay| {
+                            guarded(&self.watch, || hooks.is_cleared(seat, stay)) == Some(true)
+                        };
+                        self.roster.forget_cleared(is_cleared);
                     }
                     self.roster.on_message(id, message)
                 }
@@ -579,6 +607,8 @@ impl Steward {
         };
         let Some(conn) = self.conns.iter_mut().find(|conn| conn.id == id) else { return };
         let Ok(socket) = socket else { return };
+        // The same number, but perhaps another process (in another PID namespace), or another stay.
+        let Ok(life) = Life::of_peer(socket.as_fd(), conn.pid) else { return };
         let me = self.roster.me();
         let seated = Message::Seated { seat: me.seat, incarnation: me.incarnation };
         if pid(&socket) == conn.pid
@@ -586,6 +616,7 @@ impl Steward {
             && socket::send(socket.as_fd(), &seated, &[]).is_ok()
         {
             conn.socket = Some(SharedFd::from(socket));
+            conn.life = Arc::new(life);
         }
     }
 
@@ -681,10 +712,12 @@ impl Steward {
     }
 
     fn guarded<T>(&self, hook: impl FnOnce() -> T) -> Option<T> {
-        catch_unwind(AssertUnwindSafe(hook))
-            .map_err(|panic| self.watch.poison(panic_text(&*panic)))
-            .ok()
+        guarded(&self.watch, hook)
     }
+}
+
+fn guarded<T>(watch: &PeerWatch, hook: impl FnOnce() -> T) -> Option<T> {
+    catch_unwind(AssertUnwindSafe(hook)).map_err(|panic| watch.poison(panic_text(&*panic))).ok()
 }
 
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
