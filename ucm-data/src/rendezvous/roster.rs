@@ -171,7 +171,15 @@ impl Roster {
             }
             // A stay that is known by a connection of its own; this one meant an earlier one.
             (Phase::Silent { .. }, Message::Welcome { .. }) if known => vec![self.forget(id)],
-            (Phase::Member { .. }, Message::Welcome { .. }) if known => self.over(id),
+            (Phase::Member { incarnation: told, .. }, Message::Welcome { incarnation, .. })
+                if known =>
+            {
+                if told == incarnation {
+                    vec![self.forget(id)]
+                } else {
+                    self.over(id)
+                }
+            }
             (Phase::Silent { seat }, Message::Welcome { seat: says, incarnation, boot, .. })
                 if says == seat && boot == me.boot =>
             {

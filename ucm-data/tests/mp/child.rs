@@ -128,11 +128,16 @@ impl Actor {
             }
             "crowd" => self.crowd(),
             "nofile" => {
+                let mut now = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+                let mut set = |limit: u64| {
+                    now.current = Some(limit);
+                    rustix::process::setrlimit(rustix::process::Resource::Nofile, now).unwrap();
+                };
+                // Counting takes a descriptor itself, and the limit may be met.
+                set(now.maximum.unwrap_or(1 << 16));
                 let open = Resources::now().fds;
                 let limit = open + self.number::<usize>("spare");
-                let mut now = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-                now.current = Some(limit as u64);
-                rustix::process::setrlimit(rustix::process::Resource::Nofile, now).unwrap();
+                set(limit as u64);
                 say(&format!("nofile {limit}"));
             }
             "net" => {
