@@ -129,12 +129,13 @@ impl Actor {
             "crowd" => self.crowd(),
             "nofile" => {
                 let mut now = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+                let most = now.maximum.unwrap_or(1 << 16);
                 let mut set = |limit: u64| {
                     now.current = Some(limit);
                     rustix::process::setrlimit(rustix::process::Resource::Nofile, now).unwrap();
                 };
                 // Counting takes a descriptor itself, and the limit may be met.
-                set(now.maximum.unwrap_or(1 << 16));
+                set(most);
                 let open = Resources::now().fds;
                 let limit = open + self.number::<usize>("spare");
                 set(limit as u64);
