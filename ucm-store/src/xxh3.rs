@@ -4,9 +4,9 @@
 //! this thread's own buffer, and only the copy is hashed. (A piece stays in the first-level cache;
 //! the copy costs a few percent of the hash.)
 
-use std::{fmt, ptr::NonNull};
+use std::{fmt, hash::Hasher, ptr::NonNull};
 
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 /// Bytes copied at once.
 const PIECE: usize = 4096;
@@ -17,7 +17,7 @@ pub(crate) struct RawHash {
     len: usize,
     /// Bytes taken in so far.
     done: usize,
-    hash: Box<Xxh3Default>,
+    hash: Box<XxHash3_64>,
 }
 
 impl RawHash {
@@ -26,7 +26,7 @@ impl RawHash {
     /// # Safety
     /// The range stays valid for reads until the hash is finished or dropped.
     pub(crate) unsafe fn new(base: NonNull<u8>, len: usize) -> Self {
-        Self { base, len, done: 0, hash: Box::new(Xxh3Default::new()) }
+        Self { base, len, done: 0, hash: Box::new(XxHash3_64::new()) }
     }
 
     /// Takes in what can be taken in of the first `available` bytes, which are there by now.
@@ -39,7 +39,7 @@ impl RawHash {
             let from = unsafe { self.base.add(self.done) };
             // SAFETY: as above for the length of `bytes`, which are this thread's own.
             unsafe { from.as_ptr().copy_to_nonoverlapping(bytes.as_mut_ptr(), bytes.len()) };
-            self.hash.update(bytes);
+            self.hash.write(bytes);
             self.done += bytes.len();
         }
     }
@@ -47,7 +47,7 @@ impl RawHash {
     /// The hash of all bytes.
     pub(crate) fn finish(mut self) -> u64 {
         self.advance(self.len);
-        self.hash.digest()
+        self.hash.finish()
     }
 }
 
@@ -58,6 +58,11 @@ impl fmt::Debug for RawHash {
             .field("done", &self.done)
             .finish_non_exhaustive()
     }
+}
+
+/// The hash of bytes that nobody else writes.
+pub(crate) fn xxh3_64(bytes: &[u8]) -> u64 {
+    XxHash3_64::oneshot(bytes)
 }
 
 /// The hash of `len` bytes at `base`.
@@ -80,7 +85,7 @@ mod tests {
             .collect();
         let base = NonNull::from(&bytes[..]).cast();
         for len in [0, 1, 63, 64, 240, 241, 4095, 4096, 4097, 100_000] {
-            let expected = xxhash_rust::xxh3::xxh3_64(&bytes[..len]);
+            let expected = crate::xxh3::xxh3_64(&bytes[..len]);
             // SAFETY: the vector lives on and has `len` bytes.
             assert_eq!(unsafe { hash(base, len) }, expected, "{len}");
             for step in [1, 100, 4096, 5000] {

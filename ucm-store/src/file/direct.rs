@@ -5,11 +5,12 @@
 //! the bytes that lie in its memory; the memory is let go only when no transfer is on its way.
 
 use std::{
+    hash::Hasher,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
 };
 
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use super::{
     Inner,
@@ -147,13 +148,13 @@ impl Inner {
             // SAFETY: the operation keeps its memory valid until it is finished.
             unsafe { xxh3::hash(op.memory().as_ptr(), len) }
         } else {
-            let mut hash = Xxh3Default::new();
+            let mut hash = XxHash3_64::new();
             let payload = rest.get(..len).unwrap_or_default();
             for (n, piece) in payload.chunks(PIECE).enumerate() {
-                hash.update(piece);
+                hash.write(piece);
                 op.memory().write(n * PIECE, piece)?;
             }
-            hash.digest()
+            hash.finish()
         };
         if computed != header.payload_hash {
             let error = StoreError::new(
@@ -176,7 +177,7 @@ impl Inner {
         let moved = sys::read_all(file, &mut Transfer::new(0, spans, self.mode.align));
         let payload = buffer.bytes().get(HEADER_BYTES..HEADER_BYTES + len);
         match (moved, payload) {
-            (Ok(()), Some(payload)) => xxhash_rust::xxh3::xxh3_64(payload) == payload_hash,
+            (Ok(()), Some(payload)) => crate::xxh3::xxh3_64(payload) == payload_hash,
             // A failing device proves nothing.
             _ => true,
         }
@@ -206,7 +207,7 @@ impl Inner {
             zeros.fill(0);
             if in_place == 0 {
                 // What is written is what was hashed, whoever writes the memory meanwhile.
-                xxhash_rust::xxh3::xxh3_64(bytes)
+                crate::xxh3::xxh3_64(bytes)
             } else {
                 // SAFETY: the operation keeps its memory valid until it is finished.
                 unsafe { xxh3::hash(op.memory().as_ptr(), len) }

@@ -24,7 +24,7 @@
 //! | 88 + n | … | zero up to 4096 |
 //! | 4096 | … | payload, then zero up to a multiple of 4096 |
 
-use xxhash_rust::xxh3::xxh3_64;
+use crate::xxh3::xxh3_64;
 
 use crate::{ErrorKind, StoreError};
 

@@ -24,10 +24,10 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
+use crate::xxh3::xxh3_64;
 use rustix::fs::{
     AtFlags, FlockOperation, Mode, OFlags, RenameFlags, Timespec, Timestamps, UTIME_NOW,
 };
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     buffers::Buffers,

@@ -4,7 +4,7 @@
 //! **Invariant:** what [`Entry::parse`] and [`Front::check`] accept was written whole by this version;
 //! `docs/store.md` has the bytes.
 
-use xxhash_rust::xxh3::xxh3_64;
+use crate::xxh3::xxh3_64;
 
 use crate::{ErrorKind, StoreError, file::header::HEADER_BYTES};
 

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use xxhash_rust::xxh3::xxh3_64;
+use crate::xxh3::xxh3_64;
 
 use super::{
     Packed,

@@ -7,8 +7,8 @@ use std::{
     os::fd::{AsFd, OwnedFd},
 };
 
+use crate::xxh3::xxh3_64;
 use rustix::fs::{FlockOperation, Mode as Rights, OFlags};
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::{
     Packed,
