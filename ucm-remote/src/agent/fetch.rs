@@ -43,7 +43,7 @@ struct Flying {
     foreground: bool,
     bytes: u64,
     /// Keep what the plan reads from.
-    _sources: Vec<Source>,
+    sources: Vec<Source>,
 }
 
 /// Submits fetches, gathered by their way.
@@ -87,7 +87,7 @@ fn send(inner: &Arc<Inner>, batch: Vec<Order>, foreground: bool, deadline: Insta
         arena: None,
         foreground,
         bytes: batch.iter().map(|order| order.fetch.range.len).sum(),
-        _sources: batch.into_iter().map(|order| order.source).collect(),
+        sources: batch.into_iter().map(|order| order.source).collect(),
     };
     launch(inner, &first, items, flying, good, deadline);
 }
@@ -109,7 +109,7 @@ pub(super) fn submit_arena(
         bytes: parts.iter().map(|part| part.range.len).sum(),
         arena: Some(fetch),
         foreground: true,
-        _sources: vec![source.clone()],
+        sources: vec![source.clone()],
     };
     launch(inner, source, items, flying, good, deadline);
 }
@@ -127,11 +127,17 @@ fn launch(
         // Pages that do not hold what they should: a defect, which must not cost more than the read.
         return ended(inner, flying, Err(LinkError::Broken));
     }
+    let lent = flying.sources.iter().filter_map(|source| match source.way() {
+        Way::Tcp(_) => None,
+        Way::Shm(mapped) => Some(mapped.until),
+    });
+    let until = lent.min();
     let plan = TransferPlan { items, holds: vec![Box::new(flying) as Hold] };
     let submitted = match source.way() {
         Way::Tcp(_) => inner.tcp.submit_until(plan, deadline),
         Way::Shm(mapped) => {
-            let until = mapped.until;
+            // What is lent for the shortest time decides: all of it is read in one go.
+            let until = until.unwrap_or(mapped.until);
             let check: Arc<dyn SourceCheck> = Arc::new(move || Instant::now() < until);
             inner.shm.submit_checked(plan, check)
         }

@@ -196,9 +196,10 @@ impl PeerService {
 
     /// Leases an object to somebody who reads its pages without us.
     fn lend(&self, session: &Session, key: &ObjectKey, out: &mut Vec<u8>) {
-        match self.paged().lease(key, Instant::now() + self.lend) {
+        let now = Instant::now();
+        match self.paged().lease(key, now + self.lend) {
             Some(stored) => {
-                lock(&self.sessions).leased(session.client, stored.lease);
+                lock(&self.sessions).leased(session.client, stored.lease, now, now + self.lend);
                 out.push(GetOutcome::Remote as u8);
                 for number in [stored.generation.0, stored.pages.len, stored.lease] {
                     out.extend_from_slice(&number.to_le_bytes());
@@ -250,11 +251,11 @@ impl Serve for PeerService {
 
     fn closed(&self, session: &Session) {
         // The last connection of a run is gone: nobody can write what it had allocated.
+        // It may read what it was lent, though, until the time is over.
         let left = lock(&self.sessions).closed(session.client);
-        for pending in left.objects {
+        for pending in left {
             self.paged().abort(pending, true);
         }
-        left.leases.into_iter().for_each(|lease| self.paged().release(lease));
     }
 
     fn read(&self, request: &Request<'_>, pieces: &mut Pieces) -> Result<Served, Refusal> {

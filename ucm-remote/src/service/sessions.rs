@@ -1,9 +1,10 @@
 //! Who writes what: the pending objects of each client's run, and the writes in flight on them. No IO.
 //!
 //! **Invariant:** no two writes of an object share a byte, now or before; an object with a write in flight
-//! is neither committed nor aborted; a run without connections has no objects.
+//! is neither committed nor aborted; a run without connections has no objects, and no leases but those whose time
+//! has not come: a neighbour reads what it was lent without asking, whatever becomes of its connections.
 
-use std::collections::{HashMap, HashSet};
+use std::{collections::HashMap, time::Instant};
 
 use ucm_transport::{Refusal, RefusalKind};
 
@@ -23,14 +24,8 @@ pub(super) struct Sessions {
 struct Run {
     connections: usize,
     objects: HashMap<Pending, Object>,
-    leases: HashSet<u64>,
-}
-
-/// What a run leaves behind.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Left {
-    pub(super) objects: Vec<Pending>,
-    pub(super) leases: Vec<u64>,
+    /// Until when each lasts.
+    leases: HashMap<u64, Instant>,
 }
 
 #[derive(Debug)]
@@ -46,28 +41,33 @@ impl Sessions {
         self.runs.entry(client).or_default().connections += 1;
     }
 
-    /// What the run leaves behind, when this was its last connection. Its writes have ended: each ends
-    /// before its connection does.
-    pub(super) fn closed(&mut self, client: Token) -> Left {
-        let Some(run) = self.runs.get_mut(&client) else { return Left::default() };
+    /// The objects that the run leaves behind, when this was its last connection. Its writes have ended:
+    /// each ends before its connection does.
+    pub(super) fn closed(&mut self, client: Token) -> Vec<Pending> {
+        let Some(run) = self.runs.get_mut(&client) else { return Vec::new() };
         run.connections = run.connections.saturating_sub(1);
         if run.connections > 0 {
-            return Left::default();
+            return Vec::new();
         }
-        let run = self.runs.remove(&client).unwrap_or_default();
-        Left {
-            objects: run.objects.into_keys().collect(),
-            leases: run.leases.into_iter().collect(),
+        let objects = std::mem::take(&mut run.objects);
+        if run.leases.is_empty() {
+            self.runs.remove(&client);
         }
+        objects.into_keys().collect()
     }
 
-    pub(super) fn leased(&mut self, client: Token, lease: u64) {
-        self.runs.entry(client).or_default().leases.insert(lease);
+    /// Leases that have run out are forgotten: the medium has ended them.
+    pub(super) fn leased(&mut self, client: Token, lease: u64, now: Instant, until: Instant) {
+        self.runs.retain(|_, run| {
+            run.leases.retain(|_, until| *until > now);
+            run.connections > 0 || !run.leases.is_empty()
+        });
+        self.runs.entry(client).or_default().leases.insert(lease, until);
     }
 
     /// Whether this was a lease of the run.
     pub(super) fn released(&mut self, client: Token, lease: u64) -> bool {
-        self.runs.get_mut(&client).is_some_and(|run| run.leases.remove(&lease))
+        self.runs.get_mut(&client).is_some_and(|run| run.leases.remove(&lease).is_some())
     }
 
     pub(super) fn allocated(&mut self, client: Token, pending: Pending, pages: PageList) {
@@ -132,6 +132,8 @@ impl Sessions {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::Generation;
 
@@ -177,14 +179,23 @@ mod tests {
         sessions.opened(ME);
         sessions.opened(ME);
         sessions.allocated(ME, pending, pages(10));
-        sessions.leased(ME, 4);
-        sessions.leased(ME, 5);
+        let now = Instant::now();
+        let until = now + Duration::from_secs(1);
+        sessions.leased(ME, 4, now, until);
+        sessions.leased(ME, 5, now, until);
         assert!(sessions.released(ME, 4) && !sessions.released(ME, 4));
         assert!(!sessions.released(OTHER, 5));
-        assert_eq!(sessions.closed(ME), Left::default());
+        assert_eq!(sessions.closed(ME), []);
         assert!(sessions.is_open(ME, pending));
-        assert_eq!(sessions.closed(ME), Left { objects: vec![pending], leases: vec![5] });
+        assert_eq!(sessions.closed(ME), [pending]);
         assert!(!sessions.is_open(ME, pending));
-        assert_eq!(sessions.closed(ME), Left::default());
+        assert_eq!(sessions.closed(ME), []);
+        // The lease lasts; it can be given back by another connection, and is forgotten after its time.
+        sessions.opened(ME);
+        assert!(sessions.released(ME, 5));
+        sessions.leased(ME, 6, now, until);
+        assert_eq!(sessions.closed(ME), []);
+        sessions.leased(OTHER, 7, until, until + Duration::from_secs(1));
+        assert!(!sessions.released(ME, 6) && !sessions.runs.contains_key(&ME));
     }
 }

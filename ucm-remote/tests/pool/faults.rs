@@ -241,6 +241,32 @@ fn f4_what_is_lent_is_not_read_after_its_time() {
     eventually("the other is read", || reader.get(2, 0, 4 * PAGE, &[range(0, 9000)]).is_served());
 }
 
+/// F4 over shm: two objects were lent at different times, and are read together.
+/// Mutant: the lease of the first decides for both.
+#[test]
+fn f4_of_what_is_read_together_the_shortest_lease_decides() {
+    let directory = directory();
+    let owner =
+        Setup::new("owner", 8).with(|b| b.lend_for(Duration::from_secs(2))).start(&directory);
+    let reader = Setup::new("reader", 16).with(|b| b.prefetch(false)).start(&directory);
+    reader.reach(&owner, Way::Shm);
+    for number in [1, 2] {
+        owner.publish(&directory, number, 1, 4 * PAGE);
+    }
+    assert!(reader.get(1, 1, 4 * PAGE, &[range(0, 1000)]).is_served());
+    // So that the second lease outlasts the first; should this machine be slower, both have run out.
+    thread::sleep(Duration::from_millis(1200));
+    assert!(reader.get(2, 1, 4 * PAGE, &[range(0, 1000)]).is_served());
+    eventually("the first one's pages have other bytes", || owner.put(3, 0, 4 * PAGE).is_stored());
+    let second = [2, 1].map(|number| reader.reading(number, 4 * PAGE, &[range(5000, 1000)]));
+    let outcomes = reader.read(&second, soon());
+    assert!(!outcomes[1].is_served(), "{outcomes:?}");
+    assert!(second[1].is_untouched());
+    if outcomes[0].is_served() {
+        second[0].check(2, 1);
+    }
+}
+
 /// A directory that can be away, and come back with nothing.
 #[derive(Debug)]
 struct Flaky {
