@@ -66,18 +66,17 @@ impl Drop for Attendant {
             std::mem::forget(thread);
             return;
         }
+        // Also the very thread that drops it: it is about to sleep, and nobody would wake it any more.
+        (self.wake)(thread.thread());
         if thread.thread().id() == thread::current().id() {
             return;
         }
         // What it sleeps on may lie in the region, where another member can spoil any one wake-up.
         let mut pause = FIRST_PAUSE;
-        loop {
-            (self.wake)(thread.thread());
-            if thread.is_finished() {
-                break;
-            }
+        while !thread.is_finished() {
             thread::sleep(pause);
             pause = (pause * 2).min(LAST_PAUSE);
+            (self.wake)(thread.thread());
         }
         // It does not panic, and if it did, nothing would be lost.
         let _ = thread.join();
