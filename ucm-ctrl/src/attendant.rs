@@ -1,7 +1,8 @@
 //! Threads that work for one member and end with it.
 //!
 //! **Invariant:** when an attendant has been dropped its thread has ended, unless it is the very thread
-//! that drops it, or this process is a forked child, which has no such thread.
+//! that drops it, or this process is a forked child, which has no such thread. A thread that may be
+//! the one looks at [`Alive`] before it sleeps: nobody wakes it any more.
 
 use std::{
     fmt, io,
@@ -66,17 +67,18 @@ impl Drop for Attendant {
             std::mem::forget(thread);
             return;
         }
-        // Also the very thread that drops it: it is about to sleep, and nobody would wake it any more.
-        (self.wake)(thread.thread());
         if thread.thread().id() == thread::current().id() {
             return;
         }
         // What it sleeps on may lie in the region, where another member can spoil any one wake-up.
         let mut pause = FIRST_PAUSE;
-        while !thread.is_finished() {
+        loop {
+            (self.wake)(thread.thread());
+            if thread.is_finished() {
+                break;
+            }
             thread::sleep(pause);
             pause = (pause * 2).min(LAST_PAUSE);
-            (self.wake)(thread.thread());
         }
         // It does not panic, and if it did, nothing would be lost.
         let _ = thread.join();

@@ -3,14 +3,41 @@
 //!
 //! **Invariant:** [`NAMES`] is the list of all points in this crate's source; a test compares them.
 
-/// A named point. Expands to nothing without the feature.
+/// A named point. Expands to nothing without the feature, but for this crate's own tests.
 macro_rules! failpoint {
     ($name:literal) => {
         #[cfg(feature = "failpoints")]
         ucm_failpoint::hit($name);
+        #[cfg(all(test, not(ucm_loom)))]
+        $crate::failpoint::visit::hit($name);
     };
 }
 pub(crate) use failpoint;
+
+#[cfg(all(test, not(ucm_loom)))]
+pub(crate) mod visit {
+    //! A test looks at the world from a point on its own thread's way.
+
+    use std::cell::RefCell;
+
+    type Visitor = Box<dyn FnOnce()>;
+
+    thread_local! {
+        static NEXT: RefCell<Option<(&'static str, Visitor)>> = const { RefCell::new(None) };
+    }
+
+    /// Called once, when this thread passes the point for the next time.
+    pub(crate) fn at(name: &'static str, visitor: impl FnOnce() + 'static) {
+        NEXT.set(Some((name, Box::new(visitor))));
+    }
+
+    pub(crate) fn hit(name: &str) {
+        let here = |next: &mut (&str, Visitor)| next.0 == name;
+        if let Some((_, visitor)) = NEXT.with_borrow_mut(|next| next.take_if(here)) {
+            visitor();
+        }
+    }
+}
 
 /// All points of this crate, by operation.
 #[cfg(any(test, feature = "failpoints"))]

@@ -293,9 +293,6 @@ fn listen(
     let Some(record) = control.region.member(index) else { return };
     loop {
         let seen = record.group_bell.0.arm(SLEEPERS);
-        if alive.is_over() {
-            return;
-        }
         // A member that is ending ends its votes itself.
         let Some(member) = member() else { return };
         let mut votes = lock(out);
@@ -304,6 +301,9 @@ fn listen(
         tell(told);
         // Perhaps the last reference: then this thread ends the member, and itself with it.
         drop(member);
+        if alive.is_over() {
+            return;
+        }
         record.group_bell.0.sleep(seen, None);
     }
 }

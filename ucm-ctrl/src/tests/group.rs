@@ -396,3 +396,29 @@ fn w6_a_record_is_not_freed_while_its_opener_is_about_to_change_it() {
     assert!(other.reap(seat, None).done);
     ranks.assert_over();
 }
+
+/// The member is dropped while the thread that tells has it in hand. Mutant: that thread sleeps without a
+/// look at whether it is to go on.
+#[test]
+fn q8_a_thread_that_ends_its_own_member_ends() {
+    let control = cache(4);
+    let (member, other) = (rank(&control), rank(&control));
+    let roster = vec![member.stay(), other.stay()];
+    let vote = || GroupVote { group: [1; 16], lasting: false, roster: roster.clone(), ready: true };
+    let (send, told) = channel();
+    let (open, gate) = channel();
+    let decided = move |commit| {
+        send.send((commit, rustix::thread::gettid())).unwrap();
+        gate.recv().unwrap();
+    };
+    member.vote(vote(), Box::new(decided)).unwrap();
+    other.vote(vote(), Box::new(|_| {})).unwrap();
+    let (commit, thread) = told.recv_timeout(SOON).unwrap();
+    assert!(commit);
+    assert_ne!(thread, rustix::thread::gettid());
+    drop(member);
+    open.send(()).unwrap();
+    let task = format!("/proc/self/task/{}", thread.as_raw_nonzero());
+    eventually("the end of the thread", || !std::path::Path::new(&task).exists());
+    assert_eq!(control.inspect().problems, Vec::<String>::new());
+}

@@ -18,6 +18,7 @@ use crate::{
     Control, FailKind, Fill, GroupVote, Member, MemberState, Phase, PoolId, WaitOutcome, Waiter,
     bucket::Patience,
     event::{EventWord, SLEEPERS},
+    failpoint::visit,
     layout::Slot,
     member::MemberWord,
     sync::Ordering,
@@ -259,6 +260,7 @@ fn w6_c6_room_that_nobody_has_told_of_is_found() {
 }
 
 /// Quarantined slots of the dead in the bucket of a lock holder that is stopped, and a fill behind them.
+/// Mutant: waiters are told when all slots have been cleared.
 #[test]
 fn d1_w6_waiters_of_the_dead_do_not_wait_for_its_leftovers() {
     let control = narrow(geometry(8, 0, 1), 0);
@@ -266,28 +268,24 @@ fn d1_w6_waiters_of_the_dead_do_not_wait_for_its_leftovers() {
     let stopped = pool(&control);
     let dead = ManuallyDrop::new(rank(&control));
     let theirs = ManuallyDrop::new(dead.pool(PoolId(0)).unwrap());
-    let quarantined: Vec<_> = (0..5)
-        .map(|n| {
-            let fill = own(&theirs, &key(n));
-            let slot = fill.slot().0;
-            let _token = ManuallyDrop::new(fill.start_io());
-            fill.abandon_draining(FailKind::Io);
-            slot
-        })
-        .collect();
+    for n in 0..5 {
+        let fill = own(&theirs, &key(n));
+        let _token = ManuallyDrop::new(fill.start_io());
+        fill.abandon_draining(FailKind::Io);
+    }
     let fill = ManuallyDrop::new(own(&theirs, &key(9)));
     let slot = slot_of(&control, &fill);
     let heard = asleep(wait(&survivor.pool(PoolId(0)).unwrap(), &key(9)), &slot.version);
     let hashed = theirs.raw(&key(1)).hashed;
     let held = tables(&control).lock(&stopped.member, hashed, Patience::Brief);
-    thread::scope(|scope| {
-        scope.spawn(|| survivor.reap(dead.id(), None));
-        assert_eq!(heard.recv_timeout(SOON), Ok(WaitOutcome::OwnerDied));
-        // Each of them takes as long as a lock is waited for.
-        let untouched =
-            quarantined.iter().filter(|slot| phase(&control, **slot) == Phase::Draining);
-        assert!(untouched.count() > 0, "the waiter was told last");
+    let (send, visited) = channel();
+    // The reaper is about to give back the first one, and to wait for its bucket's lock.
+    visit::at("reap.take.after", move || {
+        assert_eq!(heard.recv_timeout(SOON), Ok(WaitOutcome::OwnerDied), "told last");
+        send.send(()).unwrap();
     });
+    survivor.reap(dead.id(), None);
+    visited.try_recv().expect("nothing was given back");
     drop(held);
 }
 

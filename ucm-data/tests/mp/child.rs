@@ -473,9 +473,10 @@ impl Resources {
 fn steward_switches() -> u64 {
     loop {
         for task in std::fs::read_dir("/proc/self/task").unwrap() {
-            let task = task.unwrap().path();
-            let name = std::fs::read_to_string(task.join("comm")).unwrap();
-            let status = std::fs::read_to_string(task.join("status")).unwrap();
+            // A thread that ends meanwhile is not the steward.
+            let Ok(task) = task.map(|task| task.path()) else { continue };
+            let read = |file| std::fs::read_to_string(task.join(file));
+            let (Ok(name), Ok(status)) = (read("comm"), read("status")) else { continue };
             let field = |key: &str| {
                 let line = status.lines().find_map(|line| line.strip_prefix(key)).unwrap();
                 line.split_ascii_whitespace().next().unwrap().to_owned()

@@ -149,7 +149,8 @@ impl Proc {
             let target = std::fs::read_link(fd.path()).unwrap_or_default();
             target.to_string_lossy().contains("memfd:ucm")
         };
-        fds.flatten().filter(ours).map(|fd| fd.path().metadata().unwrap().ino()).collect()
+        // What is closed meanwhile is not open.
+        fds.flatten().filter(ours).filter_map(|fd| Some(fd.path().metadata().ok()?.ino())).collect()
     }
 
     pub(crate) fn signal(&self, signal: rustix::process::Signal) {
