@@ -397,8 +397,8 @@ fn w6_a_record_is_not_freed_while_its_opener_is_about_to_change_it() {
     ranks.assert_over();
 }
 
-/// The member is dropped while the thread that tells has it in hand. Mutant: that thread sleeps without a
-/// look at whether it is to go on.
+/// A member that was declared gone rings nobody at its end, and is dropped while the thread that tells has
+/// it in hand. Mutant: that thread sleeps without a look at whether it is to go on.
 #[test]
 fn q8_a_thread_that_ends_its_own_member_ends() {
     let control = cache(4);
@@ -412,10 +412,13 @@ fn q8_a_thread_that_ends_its_own_member_ends() {
         gate.recv().unwrap();
     };
     member.vote(vote(), Box::new(decided)).unwrap();
+    // Else it might hear of the decision before its bell rings, and not sleep for that.
+    until_asleep(&control.region.member(member.id().0).unwrap().group_bell.0);
     other.vote(vote(), Box::new(|_| {})).unwrap();
     let (commit, thread) = told.recv_timeout(SOON).unwrap();
     assert!(commit);
     assert_ne!(thread, rustix::thread::gettid());
+    member.inner.fence();
     drop(member);
     open.send(()).unwrap();
     let task = format!("/proc/self/task/{}", thread.as_raw_nonzero());

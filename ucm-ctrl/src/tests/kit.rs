@@ -4,7 +4,10 @@
 
 use crate::{
     Acquired, Control, Fill, Geometry, Key, Member, MemberSpec, Phase, Pin, Pool, PoolGeometry,
-    PoolId, Waiter, region::PoolTables, sync::Arc, sync::Ordering,
+    PoolId, Waiter,
+    event::{EventWord, SLEEPERS},
+    region::PoolTables,
+    sync::{Arc, Ordering},
 };
 
 /// A private cache with one pool of single-shard blocks.
@@ -125,6 +128,12 @@ pub(super) fn watchdog() -> std::time::Instant {
 }
 
 /// Waits, without an event to wait for, until another thread has come so far.
+pub(super) fn until_asleep(word: &EventWord) {
+    eventually("a sleeper", || word.arm(0) & SLEEPERS != 0);
+    // It is about to sleep. If it does not yet, nothing can go wrong with it, and the test shows less.
+    std::thread::sleep(std::time::Duration::from_millis(20));
+}
+
 pub(super) fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let watchdog = watchdog();
     while !done() {

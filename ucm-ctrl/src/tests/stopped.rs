@@ -44,12 +44,6 @@ fn asleep(waiter: Waiter, word: &EventWord) -> Receiver<WaitOutcome> {
     heard
 }
 
-fn until_asleep(word: &EventWord) {
-    eventually("a sleeper", || word.arm(0) & SLEEPERS != 0);
-    // It is about to sleep. If it does not yet, nothing can go wrong with it, and the test shows less.
-    thread::sleep(Duration::from_millis(20));
-}
-
 /// Another member writes over a bell: nobody seems to sleep, and no wake-up seems to be due.
 fn scribble(word: &EventWord) {
     word.overwrite(0);
