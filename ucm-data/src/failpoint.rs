@@ -38,7 +38,6 @@ pub const NAMES: &[&str] = &[
     "leave.bye.after",
     "leave.listener.after",
     "leave.name.after",
-    "sweep.busy.after",
     "sweep.hook.after",
     "sweep.hook.before",
 ];

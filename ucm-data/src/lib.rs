@@ -24,9 +24,9 @@ pub mod testing;
 pub use crate::error::{DataError, ErrorKind, Shortage};
 pub use crate::fork::SharedFd;
 pub use crate::rendezvous::{
-    Admission, Admitted, Enter, LayoutTag, Liveness, MAX_SEATS, Membership, Offer, PeerInfo,
-    PeerWatch, Rendezvous, RendezvousConfig, RendezvousStats, Sockets, StewardHooks, Token,
-    WhenAbsent,
+    Admission, Admitted, Enter, LayoutTag, Liveness, MAX_SEATS, Membership, Occupied, Offer,
+    PeerInfo, PeerWatch, Rendezvous, RendezvousConfig, RendezvousStats, Sockets, StewardHooks,
+    Token, WhenAbsent,
 };
 pub use crate::segment::{
     Fallback, Geometry, Mapped, NumaOutcome, NumaPolicy, Packing, PageTier, Piece, RegisterFailure,

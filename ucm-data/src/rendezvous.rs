@@ -23,7 +23,7 @@ mod watch;
 mod wire;
 
 pub use self::config::{LayoutTag, MAX_SEATS, Offer, RendezvousConfig, Sockets, Token, WhenAbsent};
-pub use self::membership::{Admission, Admitted, Enter, Membership, Rendezvous};
+pub use self::membership::{Admission, Admitted, Enter, Membership, Occupied, Rendezvous};
 pub use self::steward::StewardHooks;
 pub use self::watch::{Liveness, PeerInfo, PeerWatch, RendezvousStats};
 

@@ -6,6 +6,7 @@
 //! * `UCM_FAILPOINT=link.word.after:3` sends SIGKILL to the process at the third hit of the point,
 //!   counted over all threads;
 //! * `UCM_FAILPOINT=link.word.after:3:stop` sends SIGSTOP; a SIGCONT lets it go on;
+//! * `UCM_FAILPOINT=link.word.after:3:exec` makes it another program (`sleep 600`);
 //! * several orders are separated by commas.
 //!
 //! No crate from elsewhere does this: what there is takes locks at every point, and brings a random
@@ -14,6 +15,7 @@
 //! **Invariant:** without the variable a hit changes nothing.
 
 use std::{
+    os::unix::process::CommandExt as _,
     path::Path,
     sync::{
         OnceLock,
@@ -28,8 +30,14 @@ pub const VARIABLE: &str = "UCM_FAILPOINT";
 struct Armed {
     name: String,
     nth: u64,
-    signal: libc::c_int,
+    what: What,
     hits: AtomicU64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum What {
+    Signal(libc::c_int),
+    Exec,
 }
 
 static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
@@ -38,10 +46,18 @@ static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
 pub fn hit(name: &str) {
     for armed in ARMED.get_or_init(from_environment) {
         if armed.name == name && armed.hits.fetch_add(1, Ordering::SeqCst) + 1 == armed.nth {
-            // To this very thread: another might take a signal to the process while this one goes
-            // on.
-            // SAFETY: takes no pointers; both signals leave nothing to return to but this point.
-            unsafe { libc::raise(armed.signal) };
+            match armed.what {
+                // To this very thread: another might take a signal to the process while this one
+                // goes on.
+                // SAFETY: takes no pointers; both signals leave nothing to return to but this point.
+                What::Signal(signal) => unsafe {
+                    libc::raise(signal);
+                },
+                What::Exec => {
+                    let _error = std::process::Command::new("sleep").arg("600").exec();
+                    std::process::abort();
+                }
+            }
         }
     }
 }
@@ -54,13 +70,14 @@ fn from_environment() -> Vec<Armed> {
 
 fn parse(text: &str) -> Option<Armed> {
     let (name, rest) = text.split_once(':')?;
-    let (nth, signal) = match rest.split_once(':') {
-        None => (rest, libc::SIGKILL),
-        Some((nth, "stop")) => (nth, libc::SIGSTOP),
+    let (nth, what) = match rest.split_once(':') {
+        None => (rest, What::Signal(libc::SIGKILL)),
+        Some((nth, "stop")) => (nth, What::Signal(libc::SIGSTOP)),
+        Some((nth, "exec")) => (nth, What::Exec),
         Some(_) => return None,
     };
     let nth = nth.parse().ok().filter(|nth| *nth > 0)?;
-    Some(Armed { name: name.to_owned(), nth, signal, hits: AtomicU64::new(0) })
+    Some(Armed { name: name.to_owned(), nth, what, hits: AtomicU64::new(0) })
 }
 
 /// The names of all points in the sources below a folder, sorted: for the test that compares them
@@ -90,9 +107,11 @@ mod tests {
 
     #[test]
     fn only_whole_orders_are_understood() {
-        let understood = |text| parse(text).map(|a| (a.name, a.nth, a.signal));
-        assert_eq!(understood("a.b.after:3"), Some(("a.b.after".into(), 3, libc::SIGKILL)));
-        assert_eq!(understood("a.b.after:1:stop"), Some(("a.b.after".into(), 1, libc::SIGSTOP)));
+        let understood = |text| parse(text).map(|a| (a.name, a.nth, a.what));
+        let [kill, stop] = [libc::SIGKILL, libc::SIGSTOP].map(What::Signal);
+        assert_eq!(understood("a.b.after:3"), Some(("a.b.after".into(), 3, kill)));
+        assert_eq!(understood("a.b.after:1:stop"), Some(("a.b.after".into(), 1, stop)));
+        assert_eq!(understood("a.b.after:2:exec"), Some(("a.b.after".into(), 2, What::Exec)));
         for wrong in ["", "a", "a:", "a:0", "a:x", "a:1:go", "a:1:stop:1"] {
             assert_eq!(understood(wrong), None, "{wrong}");
         }

@@ -15,8 +15,8 @@ use ucm_ctrl::{
     WeakMember,
 };
 use ucm_data::{
-    Admission, Admitted, Enter, LayoutTag, Liveness, Membership, Offer, PeerWatch, Rendezvous,
-    RendezvousConfig, Segments, SegmentsConfig, StewardHooks, Token, WhenAbsent,
+    Admission, Admitted, Enter, LayoutTag, Liveness, Membership, Occupied, Offer, PeerWatch,
+    Rendezvous, RendezvousConfig, Segments, SegmentsConfig, StewardHooks, Token, WhenAbsent,
 };
 
 use crate::{Config, Error, PoolConfig, meta::Meta};
@@ -215,13 +215,14 @@ impl Enter for Entrant<'_> {
             .free_member(admission.occupied)
             .filter(|id| u16::from(id.0) < admission.max_seats)
             .ok_or_else(|| ucm_ctrl::CtrlError::MembersFull(usize::from(admission.max_seats)))?;
+        admission.hold(u16::from(id.0))?;
         let member = control.join_at(id, spec)?;
         let hooks = Arc::new(Hooks { member: member.downgrade(), thread: OnceLock::new() });
         self.member = Some((member, hooks.clone()));
         Ok(Admitted { seat: u16::from(id.0), hooks })
     }
 
-    fn seated(&mut self, occupied: &[u16]) {
+    fn seated(&mut self, occupied: &Occupied<'_>) {
         if let Some((member, _)) = &self.member {
             repair_leftovers(member, occupied);
         }
@@ -259,11 +260,13 @@ fn attach(offer: &Offer) -> Result<(Control, Vec<Segments>), Error> {
 /// Clears up after members that died while nobody was there to see it: of those whose process somebody
 /// holds, that one hears. Should one live after all, or be still ending (its seat is free before its memory
 /// is quiet), it can only let go from now on, and what it holds is handed on by nobody who has no proof.
-fn repair_leftovers(member: &Member, occupied: &[u16]) {
+///
+/// Nobody has to keep out meanwhile: each record is read first, and its seat looked at then.
+fn repair_leftovers(member: &Member, occupied: &Occupied<'_>) {
     let control = member.control();
     for other in control.inspect_members() {
-        let seated = occupied.contains(&u16::from(other.index)) || other.index == member.id().0;
-        if !seated && other.state != MemberState::Free {
+        let left = other.state != MemberState::Free && other.index != member.id().0;
+        if left && !occupied.is_taken(u16::from(other.index)) {
             let expelled = member.expel(MemberId(other.index), other.generation);
             if other.state == MemberState::Joined && !expelled.done {
                 // An expelled member cannot mark it: another one will.
@@ -340,7 +343,7 @@ impl StewardHooks for Hooks {
         })
     }
 
-    fn on_failed_join(&self, occupied: &[u16]) {
+    fn on_failed_join(&self, occupied: &Occupied<'_>) {
         if let Some(member) = self.upgrade() {
             repair_leftovers(&member, occupied);
         }

@@ -98,16 +98,6 @@ impl Directory {
         &self.path
     }
 
-    /// The same directory, opened once more: with locks of its own.
-    pub(crate) fn again(&self) -> Result<Arc<Self>, DataError> {
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let open = || rustix::fs::openat(self.fd.as_fd(), ".", flags, Mode::empty());
-        let fd = GuardedFd::made(open)
-            .map_err(|e| limit_or_os(&format!("opening {}", self.path.display()), e))?;
-        let (path, seats) = (self.path.clone(), self.seats.clone());
-        Ok(Arc::new(Self { fd, path, seats }))
-    }
-
     /// Excludes all other entering processes until the guard is dropped.
     pub(crate) fn lock(self: &Arc<Self>, deadline: Instant) -> Result<Locked, DataError> {
         let mut pause = Duration::from_micros(100);

@@ -26,7 +26,7 @@ use crate::rendezvous::watch::{Liveness, PeerInfo, PeerWatch, RendezvousStats};
 use crate::rendezvous::wire::Message;
 use crate::{DataError, ErrorKind};
 
-/// What the caller contributes to entering. Both calls happen while no other process can enter.
+/// What the caller contributes to entering. `create` and `admit` happen while no other process can enter.
 pub trait Enter {
     /// The caller's error.
     type Error: From<DataError>;
@@ -37,19 +37,17 @@ pub trait Enter {
     /// The caller's; nothing stays behind.
     fn create(&mut self) -> Result<Offer, Self::Error>;
 
-    /// Attach to what the offer contains and take a seat that is not occupied. Nothing that others
-    /// might have to undo is done here: they do not know this process yet.
+    /// Attach to what the offer contains and take a seat that is not occupied: first
+    /// [hold](Admission::hold) it, then write to its record. Nothing else that others might have to undo is
+    /// done here: they do not know this process yet.
     ///
     /// # Errors
     /// The caller's; the process does not become a member.
     fn admit(&mut self, admission: &Admission<'_>) -> Result<Admitted, Self::Error>;
 
-    /// The others know this process by now and would see it die; nobody else enters meanwhile.
-    ///
-    /// Seats that are not `occupied` have no process that could still touch the memory: records of
-    /// earlier stays there may be repaired. A member that is ending, and whose process is not proven over,
-    /// occupies its seat: it belongs to those who see it end.
-    fn seated(&mut self, occupied: &[u16]) {
+    /// The others know this process by now and would see it die. Records of earlier stays that nobody
+    /// has cleared up after may be repaired, see [`Occupied`].
+    fn seated(&mut self, occupied: &Occupied<'_>) {
         let _ = occupied;
     }
 
@@ -76,6 +74,38 @@ pub struct Admission<'a> {
     pub created: bool,
     /// View of the members, for the hooks.
     pub watch: PeerWatch,
+    directory: &'a Directory,
+}
+
+impl Admission<'_> {
+    /// Shows everybody that this process is about to sit there, until it leaves or ends. To be called
+    /// before anything is written to the seat's record: to others, a record at a seat that nobody holds
+    /// is a dead process's.
+    ///
+    /// # Errors
+    /// `Os` if the kernel has no lock left.
+    pub fn hold(&self, seat: u16) -> Result<(), DataError> {
+        self.directory.hold_seat(seat)
+    }
+}
+
+/// Which seats are taken.
+#[derive(Debug)]
+pub struct Occupied<'a> {
+    pub(crate) known: &'a [u16],
+    pub(crate) directory: &'a Directory,
+}
+
+impl Occupied<'_> {
+    /// True if a member is known at this seat, or a process sits or is about to sit there.
+    ///
+    /// If not, a stay of which a record was read *before* is of no process that could still touch the
+    /// memory, unless that has become another program (`exec`) meanwhile. A member that is ending, and
+    /// whose process is not proven over, is known: it belongs to those who see it end.
+    #[must_use]
+    pub fn is_taken(&self, seat: u16) -> bool {
+        self.known.contains(&seat) || self.directory.is_seat_held(seat).unwrap_or(true)
+    }
 }
 
 /// What `admit` decides.
@@ -292,7 +322,7 @@ struct Entry<'a> {
 }
 
 impl Entry<'_> {
-    /// `locked` goes when the caller has sat down, or has given its record back.
+    /// `locked` goes when the others know the caller, or it has given its record back.
     fn sit<E: Enter>(mut self, caller: &mut E, locked: Locked) -> Result<Membership, E::Error> {
         self.directory.sign_in()?;
         failpoint!("enter.sign.after");
@@ -310,19 +340,22 @@ impl Entry<'_> {
             boot,
             created: self.welcome.is_none(),
             watch: self.watch.clone(),
+            directory: &self.directory,
         })?;
         failpoint!("enter.admit.after");
         let seat = admitted.seat;
-        let occupied = self.reached.occupied.clone();
-        let sits = self.sit_at(admitted, incarnation, boot, || caller.seated(&occupied));
-        let sits = sits.map_err(|error| {
+        let known = self.reached.occupied.clone();
+        let directory = Arc::clone(&self.directory);
+        let sits = self.sit_at(admitted, incarnation, boot);
+        if sits.is_err() {
             caller.abandon(seat);
-            error.into()
-        });
+        }
         failpoint!("enter.unlock.before");
         drop(locked);
         failpoint!("enter.unlock.after");
-        sits
+        let membership = sits?;
+        caller.seated(&Occupied { known: &known, directory: &directory });
+        Ok(membership)
     }
 
     fn sit_at(
@@ -330,7 +363,6 @@ impl Entry<'_> {
         admitted: Admitted,
         incarnation: Token,
         boot: Token,
-        seated: impl FnOnce(),
     ) -> Result<Membership, DataError> {
         let Self { config, directory, watch, reached, offer, welcome } = self;
         let Admitted { seat, hooks } = admitted;
@@ -382,7 +414,6 @@ impl Entry<'_> {
             bell: Arc::clone(&bell),
             receiver: Receiver::without_fds(),
             named: directory.socket_file(seat),
-            sweep: None,
             spare: rustix::event::eventfd(0, EventfdFlags::CLOEXEC).ok(),
         };
         steward.publish();
@@ -412,7 +443,6 @@ impl Entry<'_> {
             let _ = socket::send(socket.as_fd(), &seated, &[]);
             failpoint!("enter.seated.after");
         }
-        seated();
         let _ = hand_over.send(Box::new(steward));
         let created = welcome.is_none();
         let steward = Some(thread);

@@ -20,8 +20,9 @@ use rustix::io::Errno;
 use crate::DataError;
 use crate::failpoint::failpoint;
 use crate::fork::{GuardedFd, SharedFd};
-use crate::rendezvous::config::{LayoutTag, MAX_SEATS, Offer, Token};
+use crate::rendezvous::config::{LayoutTag, Offer, Token};
 use crate::rendezvous::directory::Directory;
+use crate::rendezvous::membership::Occupied;
 use crate::rendezvous::process::{Life, Peer, limit_or_os, peer_of};
 use crate::rendezvous::roster::{Action, ConnId, Notice, Roster};
 use crate::rendezvous::socket::{self, Received, Receiver};
@@ -72,9 +73,9 @@ pub trait StewardHooks: Send + Sync {
     }
 
     /// A process ended in the middle of joining: it may have claimed a record without ever sitting there.
-    /// Nobody enters during this call. Seats that are not `occupied` have no process that could still touch
-    /// the memory: their records may be repaired.
-    fn on_failed_join(&self, occupied: &[u16]) {
+    /// Others may be joining meanwhile. Records of stays that nobody has cleared up after may be repaired,
+    /// see [`Occupied`].
+    fn on_failed_join(&self, occupied: &Occupied<'_>) {
         let _ = occupied;
     }
 
@@ -173,7 +174,6 @@ pub(crate) struct Steward {
     /// The file that is our socket, if seats are files.
     pub(crate) named: Option<(u64, u64)>,
     /// When to look through the records that joiners may have left.
-    pub(crate) sweep: Option<Later>,
     /// Given up for a moment when descriptors run out, so that a connection can be refused.
     pub(crate) spare: Option<OwnedFd>,
 }
@@ -226,7 +226,6 @@ impl Steward {
                 self.accept_some(&mut notices);
                 self.tell(notices);
             }
-            self.sweep();
             self.keep_deadline();
         }
         self.farewell();
@@ -311,7 +310,7 @@ impl Steward {
     fn timeout(&self) -> Option<Duration> {
         let hooks = &self.hooks;
         let deadline = self.guarded(|| hooks.next_deadline()).flatten();
-        let looks = self.conns.iter().filter_map(|conn| conn.later).chain(self.sweep);
+        let looks = self.conns.iter().filter_map(|conn| conn.later);
         let next = looks.map(|later| later.due).chain(deadline).min()?;
         Some(next.saturating_duration_since(Instant::now()))
     }
@@ -627,28 +626,15 @@ impl Steward {
         Ok(socket)
     }
 
-    /// A joiner ended half-way: while nobody enters, its record can be found.
-    fn sweep(&mut self) {
-        let Some(later) = self.sweep.filter(|later| later.due <= Instant::now()) else { return };
-        let swept = self.directory.again().and_then(|directory| {
-            let Some(_locked) = directory.try_lock()? else {
-                failpoint!("sweep.busy.after");
-                return Ok(false);
-            };
-            let mut occupied = vec![self.seat];
-            occupied.extend(self.roster.members().map(|(_, seat, _)| seat));
-            for seat in 0..MAX_SEATS {
-                if directory.is_seat_held(seat)? {
-                    occupied.push(seat);
-                }
-            }
-            let hooks = &self.hooks;
-            failpoint!("sweep.hook.before");
-            self.guarded(|| hooks.on_failed_join(&occupied));
-            failpoint!("sweep.hook.after");
-            Ok(true)
-        });
-        self.sweep = if swept.unwrap_or(false) { None } else { Some(later.next()) };
+    /// A joiner ended half-way: its record can be found. This holds up nobody who is joining.
+    fn sweep(&self) {
+        let mut known = vec![self.seat];
+        known.extend(self.roster.members().map(|(_, seat, _)| seat));
+        let occupied = Occupied { known: &known, directory: &self.directory };
+        let hooks = &self.hooks;
+        failpoint!("sweep.hook.before");
+        self.guarded(|| hooks.on_failed_join(&occupied));
+        failpoint!("sweep.hook.after");
     }
 
     fn tell(&mut self, notices: Vec<Notice>) {
@@ -657,7 +643,7 @@ impl Steward {
         }
         self.publish();
         let hooks = &self.hooks;
-        let (mut sweep, mut uncleared, mut over) = (self.sweep, Vec::new(), Vec::new());
+        let (mut sweep, mut uncleared, mut over) = (false, Vec::new(), Vec::new());
         for notice in notices {
             match notice {
                 Notice::Joined(seat, incarnation) => {
@@ -672,9 +658,7 @@ impl Steward {
                     }
                     failpoint!("death.tell.after");
                 }
-                Notice::DiedJoining => {
-                    sweep = Some(Later { due: Instant::now(), ..Later::default() });
-                }
+                Notice::DiedJoining => sweep = true,
                 Notice::Vanished(seat, incarnation) => {
                     if self.guarded(|| hooks.on_vanished(seat, incarnation)) == Some(true) {
                         over.extend(self.roster.conn_of(seat, incarnation));
@@ -688,7 +672,6 @@ impl Steward {
                 }
             }
         }
-        self.sweep = sweep;
         for (seat, incarnation) in uncleared {
             self.roster.keep(seat, incarnation);
         }
@@ -696,6 +679,9 @@ impl Steward {
         for id in over {
             let actions = self.roster.over(id);
             self.perform(id, actions, &mut left);
+        }
+        if sweep {
+            self.sweep();
         }
         self.tell(left);
     }

@@ -13,7 +13,7 @@ use crate::rendezvous::config::{
 };
 
 /// Version of these messages.
-pub(crate) const WIRE_VERSION: u16 = 2;
+pub(crate) const WIRE_VERSION: u16 = 3;
 /// Bytes of `meta` in one message.
 pub(crate) const META_CHUNK_BYTES: usize = 16 * 1024;
 /// Descriptors in one message (the kernel allows 253).

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use ucm_data::{
     Admission, Admitted, DataError, Enter, ErrorKind, Geometry, LayoutTag, Mapped, Membership,
-    Offer, PageTier, Rendezvous, RendezvousConfig, Segments, SegmentsConfig, SharedFd, Sockets,
-    StewardHooks, Token, WhenAbsent,
+    Occupied, Offer, PageTier, Rendezvous, RendezvousConfig, Segments, SegmentsConfig, SharedFd,
+    Sockets, StewardHooks, Token, WhenAbsent,
 };
 
 /// Set for children.
@@ -433,7 +433,7 @@ impl StewardHooks for Hooks {
         true
     }
 
-    fn on_failed_join(&self, _occupied: &[u16]) {
+    fn on_failed_join(&self, _occupied: &Occupied<'_>) {
         say("event failed");
     }
 

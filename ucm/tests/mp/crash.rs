@@ -28,6 +28,12 @@ impl Scene {
         join
     }
 
+    fn order_to_join(&self, device: u32) -> Value {
+        let mut order = self.order(device);
+        order["do"] = "join".into();
+        order
+    }
+
     fn join(&mut self, count: u32) {
         for _ in 0..count {
             let device = u32::try_from(self.ranks.len()).unwrap();
@@ -44,9 +50,7 @@ impl Scene {
 
     /// Tells it to join, in vain.
     fn dies_joining(&self, mut victim: Proc, point: &str) {
-        let mut order = self.order(7);
-        order["do"] = "join".into();
-        victim.tell(&order);
+        victim.tell(&self.order_to_join(7));
         victim.until_killed(point);
     }
 
@@ -115,8 +119,8 @@ fn d1_death_at_every_point_of_entering() {
     assert!(points > 8);
 }
 
-/// A joiner dies unseen; the next one dies while it clears up after it. The others have seen that one.
-/// Mutant: the repair is made before the others know the joiner.
+/// A joiner becomes another program; the next one dies while it clears up after it. The others have seen
+/// that one. Mutant: the repair is made before the others know the joiner.
 #[test]
 fn d1_a_joiner_dies_while_it_clears_up_after_another() {
     for point in ["reap.word.after", "reap.clear.after", "reap.inherit.after", "reap.free.after"] {
@@ -124,53 +128,66 @@ fn d1_a_joiner_dies_while_it_clears_up_after_another() {
         scene.join(2);
         scene.ranks[0].load(1, &KEYS);
         scene.ranks[0].loaded(1);
-        let mut order = scene.order(7);
-        order["do"] = "join".into();
-        // The others do not find the time to clear up before the second one is entering.
-        let mut unseen = Scene::victim("enter.meet.after:1:stop,enter.admit.after", 1);
-        unseen.tell(&order);
-        unseen.until_stopped(point);
-        scene.stop_all();
-        unseen.signal(Signal::CONT);
-        unseen.until_killed(point);
-        let mut victim = Scene::victim(&format!("enter.lock.after:1:stop,{point}"), 1);
-        victim.tell(&order);
-        victim.until_stopped(point);
-        scene.ranks.iter().for_each(|rank| rank.signal(Signal::CONT));
-        victim.signal(Signal::CONT);
-        victim.until_killed(point);
+        // Its process goes on, so nobody looks for its record but who enters.
+        let mut gone = Scene::victim("enter.admit.after:1:exec,none", 1);
+        gone.tell(&scene.order_to_join(7));
+        gone.until_another_program();
+        scene.dies_joining(Scene::victim(point, 1), point);
         scene.settles(point);
         scene.check(point);
     }
 }
 
-/// A joiner died unseen, and another is entering when the member looks for its record: it waits.
-/// Mutants: it looks all the same, perhaps at the record of the one that is entering; it gives up.
+/// A joiner died; while a member looks for its record, another has claimed its own, and is not known yet.
+/// Mutants: a record that nobody lists is a dead one's; a seat is held after its record was claimed.
 #[test]
-fn d1_a_dead_joiner_s_record_is_looked_for_when_nobody_enters() {
-    let point = "sweep.busy.after";
+fn d1_a_dead_joiner_s_record_is_found_while_another_joins() {
     let mut scene = Scene::new();
-    let mut order = scene.order(7);
-    order["do"] = "join".into();
-    let mut member = Scene::victim(&format!("{point}:1:stop,none"), 1);
-    member.join(&scene.order(0));
-    scene.ranks.push(member);
-    let mut unseen = Scene::victim("enter.meet.after:1:stop,enter.admit.after", 1);
-    unseen.tell(&order);
-    unseen.until_stopped(point);
-    scene.stop_all();
-    unseen.signal(Signal::CONT);
-    unseen.until_killed(point);
-    let mut entering = Scene::victim("enter.lock.after:1:stop,none", 1);
-    entering.tell(&order);
-    entering.until_stopped(point);
+    let mut slow = Scene::victim("sweep.hook.after:1:stop,none", 1);
+    slow.join(&scene.order(0));
+    scene.ranks.push(slow);
+    scene.join(1);
+    scene.ranks[0].load(1, &KEYS);
+    scene.ranks[0].loaded(1);
+    scene.ranks[0].signal(Signal::STOP);
+    scene.ranks[0].until_stopped("it hears of nothing");
+    scene.dies_joining(Scene::victim("enter.admit.after", 1), "with a record");
+    let mut entering = Scene::victim("enter.admit.after:1:stop,none", 1);
+    entering.tell(&scene.order_to_join(2));
+    entering.until_stopped("with a record");
     scene.ranks[0].signal(Signal::CONT);
-    // It goes on, and stops itself.
-    scene.ranks[0].until_stopped(point);
-    drop(entering);
+    scene.ranks[0].until_stopped("it has looked");
     scene.ranks[0].signal(Signal::CONT);
-    scene.settles(point);
-    scene.check(point);
+    entering.signal(Signal::CONT);
+    assert_eq!(entering.expect("answer")["error"], Value::Null);
+    scene.ranks.push(entering);
+    scene.settles("all");
+    scene.check("all");
+}
+
+/// Whoever looks for it is stopped: others join all the same. Mutant: it looks under the directory's lock.
+#[test]
+fn d6_a_member_that_is_stopped_while_it_clears_up_holds_up_nobody() {
+    for point in ["sweep.hook.before", "reap.word.after", "reap.free.after"] {
+        let mut scene = Scene::new();
+        scene.join(1);
+        let mut stops = Scene::victim(&format!("{point}:1:stop,none"), 1);
+        stops.join(&scene.order(1));
+        // It is the only one that hears of the death at first.
+        scene.stop_all();
+        scene.dies_joining(Scene::victim("enter.admit.after", 1), point);
+        stops.until_stopped(point);
+        scene.ranks[0].signal(Signal::CONT);
+        scene.ranks.push(stops);
+        let mut third = Proc::start();
+        third.join(&scene.order(2));
+        third.load(1, &KEYS);
+        third.loaded(1);
+        scene.ranks.push(third);
+        scene.ranks[1].signal(Signal::CONT);
+        scene.settles(point);
+        scene.check(point);
+    }
 }
 
 /// Whoever looks for it dies meanwhile.
@@ -183,8 +200,7 @@ fn d1_death_at_every_point_of_looking_for_a_dead_joiner_s_record() {
         victim.join(&scene.order(6));
         scene.ranks[0].signal(Signal::STOP);
         let mut unseen = Scene::victim("enter.admit.after", 1);
-        let mut order = scene.order(7);
-        order["do"] = "join".into();
+        let order = scene.order_to_join(7);
         unseen.tell(&order);
         unseen.until_killed(point);
         victim.until_killed(point);
@@ -208,7 +224,7 @@ fn d6_death_at_every_point_of_answering() {
         let vanished = vanished.map(|mut rank| {
             rank.join(&scene.order(5));
             rank.tell(&json!({"do": "exec"}));
-            rank.until_closed();
+            rank.until_another_program();
             rank
         });
         scene.ranks[0].signal(Signal::STOP);
