@@ -598,7 +598,7 @@ mod tests {
         let refuse = |why| Action::Reply(Message::Refuse { why, layout: layout(7) });
         assert_eq!(roster.on_message(1, hello(8)), [refuse(Refusal::Layout), Action::Forget]);
         roster.accepted(2);
-        let newer = Message::Hello { wire_min: 3, wire_max: 9, layout: layout(7) };
+        let newer = Message::Hello { wire_min: WIRE_VERSION + 1, wire_max: 9, layout: layout(7) };
         assert_eq!(roster.on_message(2, newer), [refuse(Refusal::Wire), Action::Forget]);
     }
 
