@@ -32,6 +32,10 @@ macro_rules! statistics {
                 self.hits = self.hits.wrapping_add(get(&counters.further_hits));
             }
 
+            /// Names and what they count, in the order of [`list`](Self::list).
+            pub const MEANINGS: &[(&str, &str)] =
+                &[$((stringify!($name), concat!($($doc),+)),)+];
+
             /// Names and values, in a fixed order.
             #[must_use]
             pub fn list(&self) -> Vec<(&'static str, u64)> {

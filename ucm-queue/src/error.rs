@@ -34,6 +34,21 @@ pub enum ErrorKind {
 impl ErrorKind {
     /// Number of kinds, for tables indexed by kind.
     pub(crate) const COUNT: usize = 12;
+
+    /// All kinds.
+    pub const ALL: [Self; 11] = [
+        Self::Invalid,
+        Self::TooLarge,
+        Self::OutOfBounds,
+        Self::Overlap,
+        Self::UnknownRegion,
+        Self::Busy,
+        Self::Poisoned,
+        Self::Closed,
+        Self::Start,
+        Self::Stale,
+        Self::TooLate,
+    ];
 }
 
 /// Error of every fallible call of this crate.

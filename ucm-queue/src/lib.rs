@@ -40,7 +40,7 @@ pub use error::{ErrorKind, QueueError};
 pub use group::{CommitBoard, CommitGroup, Decided, GroupId, LocalBoard, SharedBoard};
 pub use layers::{LayerGroup, Layers};
 pub use memory::SlotMemory;
-pub use metrics::QueueStats;
+pub use metrics::{QueueMeter, QueueStats};
 pub use outcome::{Outcome, TaskHandle};
 pub use produced::{Produced, Producer};
 pub use queue::{Builder, LoadQueue};

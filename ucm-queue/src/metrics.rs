@@ -2,21 +2,40 @@
 //!
 //! **Invariant:** counters only grow, gauges return to zero when the queue has nothing in flight.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use ucm_ctrl::sync::{AtomicU64, Ordering};
 
-use crate::ErrorKind;
+use crate::{ErrorKind, StagingPool, admission::Admission};
 
 macro_rules! counters {
-    ($($(#[$doc:meta])* $name:ident,)*) => {
+    ($($(#[doc = $doc:literal])+ $name:ident $($gauge:literal)?,)*) => {
         /// What a queue has done so far and holds now. Times are sums in nanoseconds.
         #[derive(Clone, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct QueueStats {
-            $($(#[$doc])* pub $name: u64,)*
+            $($(#[doc = $doc])+ pub $name: u64,)*
             /// Refused submissions by [`ErrorKind`] number.
             pub rejected: [u64; ErrorKind::COUNT],
+        }
+
+        impl QueueStats {
+            /// Names, what they say, and whether they may fall; in the order of [`list`](Self::list).
+            pub const MEANINGS: &[(&str, &str, bool)] = &[
+                $((stringify!($name), concat!($($doc),+), !matches!(concat!($($gauge)?).as_bytes(), [])),)*
+            ];
+
+            /// Refused submissions of one kind.
+            #[must_use]
+            pub fn rejected(&self, kind: ErrorKind) -> u64 {
+                self.rejected.get(kind as usize).copied().unwrap_or(0)
+            }
+
+            /// Names and values, in a fixed order; without `rejected`.
+            #[must_use]
+            pub fn list(&self) -> Vec<(&'static str, u64)> {
+                vec![$((stringify!($name), self.$name),)*]
+            }
         }
 
         /// The live counters behind [`QueueStats`].
@@ -78,9 +97,9 @@ counters! {
     /// Calls of `Backend::load` (each may start many).
     backend_calls,
     /// Backend loads in flight now.
-    backend_in_flight,
+    backend_in_flight "gauge",
     /// Most backend loads that were in flight at once.
-    backend_in_flight_max,
+    backend_in_flight_max "gauge",
     /// Time from admission to the first look at a task.
     queue_ns,
     /// Time of backend loads, summed over loads.
@@ -92,23 +111,23 @@ counters! {
     /// Copy plans that failed and were tried again piece by piece.
     copy_retries,
     /// Loads in flight whose request has ended: their memory is in quarantine until they end.
-    quarantine_loads,
+    quarantine_loads "gauge",
     /// Bytes of `quarantine_loads`.
-    quarantine_bytes,
+    quarantine_bytes "gauge",
     /// Fills given up while their read was in flight.
     abandoned_fills,
     /// Staging buffers in use now.
-    staging_in_use,
+    staging_in_use "gauge",
     /// Most staging buffers that were in use at once, of loads and dumps each, summed.
-    staging_in_use_max,
+    staging_in_use_max "gauge",
     /// Times a task with a buffer left the next one to a task without.
     staging_yields,
     /// Shards copied by the processor because the engine cannot reach their slot.
     staged_shards,
     /// Staging pools that a backend or peer has registered.
-    staging_registered,
+    staging_registered "gauge",
     /// Most tasks that had reads in flight at once.
-    tasks_in_flight_max,
+    tasks_in_flight_max "gauge",
     /// Keys preallocated in the idle window.
     preallocated,
     /// Keys the idle window looked at without reserving a slot.
@@ -128,15 +147,37 @@ counters! {
     /// Shards of dumps that failed at either level.
     dump_failed,
     /// Bytes of dumps admitted and not yet ended.
-    dump_bytes_in_flight,
+    dump_bytes_in_flight "gauge",
     /// Groups that committed.
     groups_committed,
     /// Groups that were given up.
     groups_aborted,
     /// Backend dumps in flight now.
-    dumps_in_flight,
+    dumps_in_flight "gauge",
     /// Turns of the dispatcher.
     turns,
+}
+
+/// Reads a queue's [`QueueStats`] without keeping the queue: for what outlives it. Thread-safe.
+#[derive(Clone, Debug)]
+pub struct QueueMeter {
+    pub(crate) metrics: Arc<Metrics>,
+    pub(crate) admission: Arc<Admission>,
+    pub(crate) staging: [Option<StagingPool>; 2],
+}
+
+impl QueueMeter {
+    /// What the queue has done and holds; what it had done when it ended.
+    #[must_use]
+    pub fn stats(&self) -> QueueStats {
+        let mut stats = self.metrics.snapshot();
+        stats.dump_bytes_in_flight = self.admission.dump_bytes_held();
+        for pool in self.staging.iter().flatten() {
+            stats.staging_in_use += u64::from(pool.in_use());
+            stats.staging_in_use_max += u64::from(pool.in_use_max());
+        }
+        stats
+    }
 }
 
 impl Metrics {

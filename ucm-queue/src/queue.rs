@@ -24,7 +24,7 @@ use crate::{
     core::{Core, Limits, Parts},
     driver::{Driver, Health, Vitals},
     inbox::{EngineWaker, Event, Inbox},
-    metrics::Metrics,
+    metrics::{Metrics, QueueMeter},
     pace::Pace,
     regions::Regions,
     staging::{BufferRegistrar, StagingPool},
@@ -230,10 +230,12 @@ impl Builder {
         let shared = Shared {
             bounds,
             regions: Regions::default(),
-            staging,
-            admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
+            meter: QueueMeter {
+                metrics,
+                admission: Admission::new(self.max_tasks, self.max_shards, self.max_dump_bytes),
+                staging,
+            },
             inbox,
-            metrics,
             vitals: Arc::default(),
             pace,
             refuse_late: self.refuse_late,
@@ -306,10 +308,8 @@ pub struct LoadQueue {
 pub(crate) struct Shared {
     bounds: Bounds,
     regions: Regions,
-    admission: Arc<Admission>,
-    staging: [Option<StagingPool>; 2],
+    pub(crate) meter: QueueMeter,
     pub(crate) inbox: Arc<Inbox>,
-    metrics: Arc<Metrics>,
     vitals: Arc<Vitals>,
     pace: Arc<Pace>,
     refuse_late: bool,
@@ -409,7 +409,13 @@ impl LoadQueue {
     /// What the queue has done and holds.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
-        self.shared.stats()
+        self.shared.meter.stats()
+    }
+
+    /// Reads [`stats`](Self::stats) for as long as somebody wants to, also after the queue's end.
+    #[must_use]
+    pub fn meter(&self) -> QueueMeter {
+        self.shared.meter.clone()
     }
 
     /// Fails once the dispatcher is gone.
@@ -492,7 +498,7 @@ impl Shared {
     fn prepare(&self, task: Task, now: Instant) -> Result<(Box<Prepared>, TaskHandle), QueueError> {
         let shard_bytes = self.bounds.shard_bytes;
         let bytes = task.bytes_until(shard_bytes).last().unwrap_or(0);
-        let ahead = self.admission.load_bytes_held();
+        let ahead = self.meter.admission.load_bytes_held();
         if self.refuse_late {
             for (request, bytes) in task.requests.iter().zip(task.bytes_until(shard_bytes)) {
                 let deadline = request.deadline.and_then(|deadline| deadline.at(now));
@@ -506,7 +512,7 @@ impl Shared {
                 }
             }
         }
-        let share = self.admission.load(task.weight(), bytes)?;
+        let share = self.meter.admission.load(task.weight(), bytes)?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let inbox = self.inbox.clone();
         let (prepared, mut handle) =
@@ -520,7 +526,7 @@ impl Shared {
             let id = self.next_id.fetch_add(1, Ordering::Relaxed);
             let after = task.after.clone();
             let (prepared, handle) =
-                task.prepare(id, &self.bounds, &self.regions, &self.admission, &self.inbox)?;
+                task.prepare(id, &self.bounds, &self.regions, &self.meter.admission, &self.inbox)?;
             self.push(Event::Dump(prepared))?;
             if let Some(after) = after {
                 let inbox = Arc::downgrade(&self.inbox);
@@ -529,25 +535,15 @@ impl Shared {
                     let _ = inbox.upgrade().map(|inbox| inbox.push(Event::Produced(id, well)));
                 }));
             }
-            self.metrics.dump_tasks.add(1);
+            self.meter.metrics.dump_tasks.add(1);
             Ok(handle)
         })
-    }
-
-    pub(crate) fn stats(&self) -> QueueStats {
-        let mut stats = self.metrics.snapshot();
-        stats.dump_bytes_in_flight = self.admission.dump_bytes_held();
-        for pool in self.staging.iter().flatten() {
-            stats.staging_in_use += u64::from(pool.in_use());
-            stats.staging_in_use_max += u64::from(pool.in_use_max());
-        }
-        stats
     }
 
     fn counted<T>(&self, submit: impl FnOnce() -> Result<T, QueueError>) -> Result<T, QueueError> {
         let result = self.check().and_then(|()| submit());
         if let Err(error) = &result {
-            self.metrics.reject(error.kind());
+            self.meter.metrics.reject(error.kind());
         }
         result
     }

@@ -120,7 +120,7 @@ impl SimQueue {
     /// What the queue has done and holds.
     #[must_use]
     pub fn stats(&self) -> QueueStats {
-        self.shared.stats()
+        self.shared.meter.stats()
     }
 }
 

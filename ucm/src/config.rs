@@ -3,7 +3,11 @@
 //! **Invariant:** later sources win (defaults < file < environment < flags), a key that nobody
 //! knows stops the start, and what is in force can be printed whole.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    net::{SocketAddr, ToSocketAddrs as _},
+    path::PathBuf,
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 use ucm_ctrl::{Identity, Namespace, ParallelAxis};
@@ -65,6 +69,32 @@ pub struct CacheConfig {
     pub leases: u32,
     /// Fill each rank's page tables at start instead of on first touch.
     pub prefault: bool,
+    /// Address and port at which metrics can be read by HTTP: each rank's at this port plus its device
+    /// id, or at any if the port is 0. Empty: nowhere.
+    pub metrics: String,
+}
+
+impl CacheConfig {
+    pub(crate) fn metrics_address(&self, device: u32) -> Result<Option<SocketAddr>, Error> {
+        if self.metrics.is_empty() {
+            return Ok(None);
+        }
+        let refused = |why: &dyn std::fmt::Display| {
+            Error::Config(format!("cache.metrics = {:?} of device {device}: {why}", self.metrics))
+        };
+        let mut address = self
+            .metrics
+            .to_socket_addrs()
+            .map_err(|error| refused(&format_args!("{error}: name address:port")))?
+            .next()
+            .ok_or_else(|| refused(&"no such host"))?;
+        if address.port() != 0 {
+            let port =
+                u16::try_from(device).ok().and_then(|device| address.port().checked_add(device));
+            address.set_port(port.ok_or_else(|| refused(&"there is no such port"))?);
+        }
+        Ok(Some(address))
+    }
 }
 
 impl Default for CacheConfig {
@@ -80,6 +110,7 @@ impl Default for CacheConfig {
             join_timeout_ms: 60_000,
             leases: 1024,
             prefault: true,
+            metrics: String::new(),
         }
     }
 }

@@ -11,6 +11,7 @@ mod config;
 mod error;
 mod instance;
 mod meta;
+pub mod metrics;
 mod node;
 mod rank;
 mod remote;

@@ -2,9 +2,12 @@
 //!
 //! **Invariant:** the queues end before the mapping and the membership they work on.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use ucm_ctrl::{
@@ -22,6 +25,7 @@ use crate::{
     Config, Error,
     backends::Backends,
     instance::{self, Instance, Progress},
+    metrics::{LaneMeter, MetricsServer, RankMeter},
     slots::{Buffers, PoolSlots},
 };
 
@@ -37,6 +41,7 @@ pub(crate) struct RankParts<'a> {
 #[derive(Debug)]
 pub struct Rank {
     // Fields drop in this order: queues, then mappings, then the membership.
+    metrics: Option<MetricsServer>,
     lanes: Vec<Lane>,
     engine: Arc<dyn TransferEngine>,
     backends: Backends,
@@ -46,6 +51,7 @@ pub struct Rank {
     config: Arc<Config>,
     identity: Identity,
     failed_touches: AtomicU64,
+    device_id: u32,
 }
 
 #[derive(Debug)]
@@ -80,6 +86,7 @@ impl Rank {
         let ranks = config.cache.ranks;
         let device = i32::try_from(device_id)
             .map_err(|_| Error::Config(format!("device id {device_id} is too large")))?;
+        let metrics_at = config.cache.metrics_address(device_id)?;
         let spec = MemberSpec::rank(device, ranks);
         let Instance { member, segments, created, watch } =
             instance::enter(&config, spec, WhenAbsent::Create, progress)?;
@@ -118,7 +125,7 @@ impl Rank {
             lanes.push(Lane { queue: builder.start()?, pool, mapped, unreachable_bytes });
         }
         let identity = config.namespace.identity();
-        Ok(Self {
+        let mut rank = Self {
             lanes,
             engine,
             backends,
@@ -128,7 +135,16 @@ impl Rank {
             config,
             identity,
             failed_touches: AtomicU64::new(0),
-        })
+            device_id,
+            metrics: None,
+        };
+        if let Some(at) = metrics_at {
+            let meter = rank.meter();
+            // The rank ends the server before itself.
+            let text = move || Some(meter.text());
+            rank.metrics = Some(MetricsServer::start("cache.metrics", at, text)?);
+        }
+        Ok(rank)
     }
 
     /// Makes memory usable as destination and source: host memory here, device memory with a
@@ -289,6 +305,32 @@ impl Rank {
     /// `Refused` for a pool that does not exist.
     pub fn stats(&self, pool: PoolId) -> Result<QueueStats, Error> {
         Ok(self.lane(pool)?.queue.stats())
+    }
+
+    /// Reads the metrics of this rank and its cache.
+    #[must_use]
+    pub fn meter(&self) -> RankMeter {
+        let report = self.report();
+        let lane = |lane: &Lane| LaneMeter {
+            queue: lane.queue.meter(),
+            page_bytes: lane.mapped.geometry().reached().page_bytes(),
+            degraded_bytes: lane.mapped.geometry().degraded_bytes(),
+            unreachable_bytes: lane.unreachable_bytes,
+        };
+        RankMeter {
+            device: self.device_id,
+            engine: report.engine,
+            backend: report.backend,
+            member: self.member.downgrade(),
+            watch: self.watch.clone(),
+            lanes: self.lanes.iter().map(lane).collect(),
+        }
+    }
+
+    /// Where its metrics can be read by HTTP, see [`CacheConfig::metrics`](crate::CacheConfig).
+    #[must_use]
+    pub fn metrics_address(&self) -> Option<SocketAddr> {
+        self.metrics.as_ref().map(MetricsServer::address)
     }
 
     /// This rank's membership in the control region.

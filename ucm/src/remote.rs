@@ -5,7 +5,6 @@
 //!
 //! **Invariant:** only the holder of the lock touches the socket's file.
 
-mod metrics;
 mod visitor;
 
 use std::{
@@ -25,9 +24,11 @@ use ucm_remote::{
 };
 use ucm_transport::Secret;
 
-use self::metrics::MetricsServer;
 pub use self::visitor::{Fetched, PoolVisitor};
-use crate::{Config, Error, ErrorKind, PlacementKind, RemoteConfig};
+use crate::{
+    Config, Error, ErrorKind, PlacementKind, RemoteConfig,
+    metrics::{self, MetricsServer},
+};
 
 /// Serves this node's memory to the ranks of the node and to other nodes. Dropping it leaves the pool.
 pub struct Peer {
@@ -87,14 +88,17 @@ impl Peer {
             agent.serve_ranks(&remote.socket).map_err(refused)?;
         }
         let agent = Arc::new(agent);
-        let metrics = match remote.metrics.is_empty() {
+        let server_of_metrics = match remote.metrics.is_empty() {
             true => None,
             false => {
                 let at = address("remote.metrics", &remote.metrics)?;
-                Some(MetricsServer::start(at, Arc::downgrade(&agent))?)
+                let agent = Arc::downgrade(&agent);
+                let read = move || Some(metrics::of_agent(&agent.upgrade()?.stats()));
+                let text = move || read().map(metrics::text);
+                Some(MetricsServer::start("remote.metrics", at, text)?)
             }
         };
-        Ok(Self { metrics, agent, directory: server, _lock: lock })
+        Ok(Self { metrics: server_of_metrics, agent, directory: server, _lock: lock })
     }
 
     /// Where it serves other nodes.

@@ -113,6 +113,37 @@ pub struct AgentStats {
 }
 
 impl AgentStats {
+    /// Names, what they say, and whether they may fall; in the order of [`list`](Self::list).
+    pub const MEANINGS: &[(&str, &str, bool)] = &[
+        ("asked_bytes", "Bytes that clients asked for.", false),
+        ("wire_bytes", "Bytes brought from peers, background ones included.", false),
+        ("pulled_bytes", "Bytes brought in the background.", false),
+        ("arena_bytes", "Bytes that went through the arena.", false),
+        ("joined_bytes", "Bytes asked for while somebody else was fetching them.", false),
+        ("local_keys", "Keys served from this node.", false),
+        ("joined_keys", "Keys served from bytes that somebody else was fetching.", false),
+        ("remote_keys", "Keys served from peers.", false),
+        ("remote_calls", "Times that requests were sent to one peer together.", false),
+        ("exchanges", "Exchanges with peers, whatever they were.", false),
+        ("route_calls", "Questions to the directory about keys.", false),
+        ("failed_fetches", "Fetches that failed.", false),
+        ("stale", "Fetches of something that was not there any more.", false),
+        ("dropped_pulls", "Background pulls not begun because too many waited.", false),
+        ("lost_copies", "Copies of objects put here that could not be put elsewhere.", false),
+        ("lost_announcements", "Announcements the directory did not take.", false),
+        ("arena_wait_ns", "Time that calls waited for the arena.", false),
+        ("assemblies", "Objects on their way or partly here.", true),
+        ("fetches_in_flight", "Fetches in flight.", true),
+        ("waiting", "Requests that wait for bytes.", true),
+        ("holds", "Copies out of objects that are on their way.", true),
+        ("arena_pages", "Pages of the arena in use.", true),
+        ("capacity_bytes", "Bytes the medium has.", true),
+        ("committed_bytes", "Bytes of objects that can be read.", true),
+        ("pending_bytes", "Bytes of objects that are being written.", true),
+        ("quarantine_bytes", "Bytes that nobody may use until an operation has ended.", true),
+        ("leases", "Leases held on objects.", true),
+    ];
+
     /// All numbers with their names, those of the medium included.
     #[must_use]
     pub fn list(&self) -> Vec<(&'static str, u64)> {

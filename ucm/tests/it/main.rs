@@ -5,4 +5,5 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests fail by panicking")]
 
+mod metrics;
 mod pools;

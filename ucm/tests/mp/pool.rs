@@ -52,7 +52,9 @@ impl Peer {
 
     fn metric(&self, name: &str) -> u64 {
         let text = self.metrics();
-        let line = text.lines().find_map(|line| line.strip_prefix(&format!("ucm_remote_{name} ")));
+        let of = |name: String| text.lines().find_map(move |line| line.strip_prefix(&name));
+        let line =
+            of(format!("ucm_remote_{name} ")).or_else(|| of(format!("ucm_remote_{name}_total ")));
         line.unwrap_or_else(|| panic!("no {name} in {text}")).parse().unwrap()
     }
 }
