@@ -111,7 +111,7 @@ fn run_step(step: &str, workspace: &Workspace) -> Result<Outcome, Failure> {
         "doc" => Shell::cargo(&["doc", "--workspace", "--no-deps"])
             .env("RUSTDOCFLAGS", "-D warnings")
             .run()?,
-        "features" => features::run(&features::Args::default(), workspace)?,
+        "features" => features::run(&features::Args::standard(), workspace)?,
         "loom" => loom::run(&loom::Args::default(), workspace)?,
         "shuttle" => loom::run_shuttle(&loom::ShuttleArgs::default(), workspace)?,
         "rdma-vm" => match rdma_vm::run_counted(&rdma_vm::Args::standard(), workspace)? {

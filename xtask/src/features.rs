@@ -1,7 +1,10 @@
 //! `cargo xtask features`: every feature of every package builds alone, and all together.
 //!
 //! Owns: the list of feature sets to try.
-//! **Invariant:** the sets come from `cargo metadata`, so a new feature cannot be forgotten.
+//! **Invariant:** the sets come from `cargo metadata`, so a new feature cannot be forgotten. A random
+//! choice names its seed.
+
+use std::time::SystemTime;
 
 use crate::{
     shell::{Failure, Shell, fail, say},
@@ -23,6 +26,19 @@ pub(crate) struct Args {
     /// Print the feature sets, build nothing
     #[arg(long)]
     list: bool,
+    /// At most this many pairs of each package, chosen at random
+    #[arg(long, value_name = "N")]
+    pairs: Option<usize>,
+    /// Repeat the choice of an earlier run
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+impl Args {
+    /// What continuous integration runs: over some runs, all pairs.
+    pub(crate) fn standard() -> Self {
+        Self { pairs: Some(4), ..Self::default() }
+    }
 }
 
 /// Is clippy installed for this toolchain?
@@ -36,6 +52,11 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     if !clippy {
         say("clippy is not installed: the feature sets are only built");
     }
+    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let seed = args.seed.unwrap_or_else(|| u64::from(now().subsec_nanos()));
+    if let Some(pairs) = args.pairs {
+        say(&format!("features: --pairs {pairs} --seed {seed}"));
+    }
     let mut failed = Vec::new();
     for package in workspace.packages() {
         let name = package.name.as_str();
@@ -48,7 +69,7 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
             .map(String::as_str)
             .filter(|feature| *feature != "default" && !feature.starts_with("__"))
             .collect();
-        for set in feature_sets(&features) {
+        for set in feature_sets(&features, args.pairs.unwrap_or(usize::MAX), seed) {
             let what = format!("{name} [{}]", set.join(","));
             if args.list {
                 crate::shell::print(&what);
@@ -88,16 +109,24 @@ pub(crate) fn run(args: &Args, workspace: &Workspace) -> Result<(), Failure> {
     }
 }
 
-/// None, each alone, pairs where they are few and no tests' own, all.
-fn feature_sets<'a>(features: &[&'a str]) -> Vec<Vec<&'a str>> {
+/// None, each alone, pairs where they are few and no tests' own (at most so many), all.
+fn feature_sets<'a>(features: &[&'a str], most_pairs: usize, mut seed: u64) -> Vec<Vec<&'a str>> {
     let mut sets = vec![Vec::new()];
     sets.extend(features.iter().map(|feature| vec![*feature]));
     // What only tests use changes nothing of how the others fit together.
     let used: Vec<_> = features.iter().filter(|feature| !FOR_TESTS.contains(feature)).collect();
     if used.len() <= PAIRS_UP_TO {
+        let mut pairs = Vec::new();
         for (at, first) in used.iter().enumerate() {
-            sets.extend(used.iter().skip(at + 1).map(|second| vec![**first, **second]));
+            pairs.extend(used.iter().skip(at + 1).map(|second| vec![**first, **second]));
         }
+        while pairs.len() > most_pairs {
+            // Knuth's multiplicative generator; its low bits are poor.
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let at = usize::try_from(seed >> 33).unwrap_or(0) % pairs.len();
+            pairs.swap_remove(at);
+        }
+        sets.extend(pairs);
     }
     let all = features.to_vec();
     if !sets.contains(&all) {
@@ -108,10 +137,9 @@ fn feature_sets<'a>(features: &[&'a str]) -> Vec<Vec<&'a str>> {
 
 #[cfg(test)]
 mod tests {
-    use super::feature_sets;
-
     #[test]
     fn sets_are_none_each_pairs_and_all_without_repeats() {
+        let feature_sets = |features| super::feature_sets(features, usize::MAX, 0);
         assert_eq!(feature_sets(&[]), [Vec::<&str>::new()]);
         assert_eq!(feature_sets(&["a"]), [vec![], vec!["a"]]);
         assert_eq!(
@@ -132,5 +160,17 @@ mod tests {
         assert_eq!(feature_sets(&["a", "b", "testing"]).len(), 1 + 3 + 1 + 1);
         let many = ["a", "b", "c", "d", "e", "f", "g"];
         assert_eq!(feature_sets(&many).len(), 1 + 7 + 1);
+    }
+
+    /// Mutant: always the same ones.
+    #[test]
+    fn over_some_seeds_all_pairs_are_chosen() {
+        let features = ["a", "b", "c", "d", "e", "f"];
+        let chosen = |seed| super::feature_sets(&features, 4, seed);
+        assert!((0..50).all(|seed| chosen(seed).len() == 1 + 6 + 4 + 1));
+        let mut all: Vec<_> = (0..50).flat_map(chosen).filter(|set| set.len() == 2).collect();
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!(all.len(), 15);
     }
 }
