@@ -5,6 +5,7 @@
 //! the layout hashes of `docs/format.md`.
 
 mod dependencies;
+mod failures;
 mod layers;
 mod layout;
 mod source;
@@ -43,6 +44,7 @@ fn problems(workspace: &Workspace) -> Result<Vec<String>, Failure> {
     let files = Files::load(workspace)?;
     let mut problems = layers::check(workspace);
     problems.extend(dependencies::check(workspace, &files));
+    problems.extend(failures::check(&files));
     problems.extend(unsafety::check(&files));
     problems.extend(text::check(&files));
     problems.extend(layout::check(&files));
