@@ -84,4 +84,4 @@ pub use meter::{Meter, MeterReport, Metered};
 pub use op::{Completed, IoMemory, Op, Sink};
 pub use pattern::{PatternMismatch, Seems, fill_pattern, pattern_word, verify_pattern};
 pub use pattern_backend::PatternBackend;
-pub use stack::{Candidate, Promotion, Stack, Tier, TierReport};
+pub use stack::{Admission, Candidate, Promotion, Stack, Tier, TierReport, Writes};

@@ -3,36 +3,52 @@
 //! **Invariant:** the stack never borrows an operation's memory beyond its end: promotions copy the
 //! bytes first. No thread blocks; everything continues where a tier ends an operation.
 
+mod absent;
+mod admission;
+mod budget;
 mod dump;
+mod health;
 mod load;
+mod record;
 mod tier;
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, atomic::Ordering},
+    sync::Arc,
+    time::{Duration, Instant},
 };
 
-pub use tier::{Candidate, Promotion, Tier, TierReport};
+pub use admission::Admission;
+pub use record::TierReport;
+pub use tier::{Candidate, Promotion, Tier, Writes};
 
-use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError};
+use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError, xxh3::xxh3_64};
+use budget::Budget;
+use record::{Clock, Record, add};
 use tier::Running;
 
 type Key = ([u8; 16], u32);
 
 /// Bytes of promotions that may be in flight.
 const PROMOTION_BYTES: u64 = 256 << 20;
+/// Bytes of copies that may be on their way to tiers that are written back.
+const WRITE_BACK_BYTES: u64 = 256 << 20;
 
 /// Several backends, asked in order.
 ///
 /// * A **load** asks the tiers from the first on; a tier that does not have the object, has it
 ///   corrupt or fails otherwise passes it on to the next one. If none has it, the result is
 ///   `Missing`, or the first failure that was something else. A hit below may be **promoted**: a
-///   copy of its bytes is dumped into the upper tiers that want it.
-/// * A **dump** goes at the same time into all tiers that take dumps. Its outcome is that of the
-///   last of them, the object's home; failures of the others are counted.
+///   copy of its bytes is dumped into the upper tiers that want it ([`Promotion`], [`Admission`]).
+/// * A **dump** goes at the same time into all tiers that take it ([`Writes`]). Its outcome is that of the
+///   last of those that write it through, the object's home; failures of the others are counted.
 /// * **`touch`** reaches every tier exactly once; failures are counted, and not returned.
 /// * **`contains`** is `There` if any tier says so, `Unknown` if any cannot tell, else `Absent`.
-/// * **`remove`** removes everywhere, and reports the first failure per key.
+/// * **`remove`** removes everywhere, and reports the first failure per key. It knows nothing of
+///   promotions and write-backs on their way: [`wait_written`](Stack::wait_written) first.
+///
+/// A tier that fails is passed over for a while, and one that said a moment ago that it does not have an
+/// object is not asked again, if it is set so ([`Tier`]).
 ///
 /// Dropping the stack drops the tiers; operations that a tier then ends with a failure are not
 /// passed on any more.
@@ -44,32 +60,65 @@ pub struct Stack {
 #[derive(Debug)]
 struct Inner {
     tiers: Vec<Running>,
-    /// Bytes of promotions in flight, shared with their sinks.
-    promoting: Arc<std::sync::atomic::AtomicU64>,
-    promotion_bytes: u64,
+    promoting: Arc<Budget>,
+    writing_back: Arc<Budget>,
 }
 
 impl Stack {
     /// Puts tiers together, the fastest first.
     ///
     /// # Errors
-    /// `Invalid` without a tier.
+    /// `Invalid` without a tier; if a tier is written back and none above is written through; if the last
+    /// tier that takes dumps has an admission.
     pub fn new(tiers: Vec<Tier>) -> Result<Self, StoreError> {
+        Self::with_clock(tiers, Arc::new(Instant::now))
+    }
+
+    fn with_clock(tiers: Vec<Tier>, clock: Clock) -> Result<Self, StoreError> {
+        let invalid = |what: String| Err(StoreError::new(ErrorKind::Invalid, what));
         if tiers.is_empty() {
-            return Err(StoreError::new(ErrorKind::Invalid, "a stack needs at least one tier"));
+            return invalid("a stack needs at least one tier".into());
         }
+        let mut above = false;
+        for tier in &tiers {
+            if tier.writes == Writes::Back && !above {
+                return invalid(format!(
+                    "tier {:?} is written back, but no tier above it is written through",
+                    tier.name
+                ));
+            }
+            above |= tier.writes == Writes::Through;
+        }
+        let home = tiers.iter().rfind(|tier| tier.writes != Writes::Never);
+        if let Some(home) = home.filter(|home| home.admission.is_some()) {
+            return invalid(format!(
+                "tier {:?} is the last that takes dumps, so it takes all: it can have no admission",
+                home.name
+            ));
+        }
+        let running = |tier: Tier| {
+            let record = Arc::new(Record::new(&tier, Arc::clone(&clock)));
+            Running { tier, record }
+        };
         let inner = Inner {
-            tiers: tiers.into_iter().map(Running::new).collect(),
-            promoting: Arc::default(),
-            promotion_bytes: PROMOTION_BYTES,
+            tiers: tiers.into_iter().map(running).collect(),
+            promoting: Budget::new(PROMOTION_BYTES),
+            writing_back: Budget::new(WRITE_BACK_BYTES),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// Waits until all that is to be written back was tried, at most so long; says how many bytes are still
+    /// on their way. What failed is counted in the tier's report.
+    #[must_use]
+    pub fn wait_written(&self, at_most: Duration) -> u64 {
+        self.inner.writing_back.wait_empty(at_most)
     }
 
     /// Counts of each tier, in order.
     #[must_use]
     pub fn report(&self) -> Vec<TierReport> {
-        self.inner.tiers.iter().map(Running::report).collect()
+        self.inner.tiers.iter().map(|r| r.record.report(&r.tier.name)).collect()
     }
 }
 
@@ -77,7 +126,8 @@ impl Backend for Stack {
     fn capabilities(&self) -> BackendCapabilities {
         let all: Vec<_> = self.inner.tiers.iter().map(|t| t.tier.backend.capabilities()).collect();
         let modes: Vec<&str> = all.iter().map(|c| c.mode.as_str()).collect();
-        let mut homes = self.inner.tiers.iter().zip(&all).filter(|(t, _)| t.tier.takes_dumps);
+        let mut homes =
+            self.inner.tiers.iter().zip(&all).filter(|(t, _)| t.tier.writes != Writes::Never);
         let home = homes.next_back().map(|(_, c)| c);
         BackendCapabilities {
             mode: modes.join(" > "),
@@ -100,17 +150,14 @@ impl Backend for Stack {
         // Only keys that no upper tier has are asked for further down.
         let mut open: Vec<usize> = (0..keys.len()).collect();
         for running in &self.inner.tiers {
-            let asked: Vec<Key> = open.iter().filter_map(|at| keys.get(*at).copied()).collect();
-            if asked.is_empty() {
+            if open.is_empty() {
                 break;
             }
-            let mut said = shielded(|| running.tier.backend.contains(&asked)).unwrap_or_default();
-            said.resize(asked.len(), Presence::Unknown);
-            for (at, presence) in open.iter().zip(&said) {
-                if let Some(known) = merged.get_mut(*at)
-                    && *presence != Presence::Absent
+            for (at, presence) in running.presence(&open, keys) {
+                if let Some(known) = merged.get_mut(at)
+                    && presence != Presence::Absent
                 {
-                    *known = *presence;
+                    *known = presence;
                 }
             }
             open.retain(|at| merged.get(*at).is_some_and(|p| *p != Presence::There));
@@ -122,7 +169,7 @@ impl Backend for Stack {
         for running in &self.inner.tiers {
             let touched = shielded(|| running.tier.backend.touch(blocks));
             if !matches!(touched, Some(Ok(()))) {
-                running.counts.touch_failures.fetch_add(1, Ordering::Relaxed);
+                add(&running.record.touch_failures);
             }
         }
         Ok(())
@@ -142,6 +189,48 @@ impl Backend for Stack {
         }
         results
     }
+}
+
+impl Running {
+    /// What the tier says about these places of `keys`.
+    fn presence(&self, places: &[usize], keys: &[Key]) -> Vec<(usize, Presence)> {
+        let record = &self.record;
+        let now = record.now();
+        if record.loads_are_off(now) {
+            return places.iter().map(|at| (*at, Presence::Unknown)).collect();
+        }
+        let mut asked = Vec::new();
+        for at in places {
+            let Some(key) = keys.get(*at) else { continue };
+            if let Ok(question) = record.ask_for(key, now) {
+                asked.push((*at, *key, question));
+            }
+        }
+        if asked.is_empty() {
+            return Vec::new();
+        }
+        let of_tier: Vec<Key> = asked.iter().map(|(_, key, _)| *key).collect();
+        let mut said = shielded(|| self.tier.backend.contains(&of_tier)).unwrap_or_default();
+        said.resize(asked.len(), Presence::Unknown);
+        let answers = asked.into_iter().zip(said);
+        answers
+            .map(|((at, key, question), presence)| {
+                if presence == Presence::Absent {
+                    record.missed(&key, question);
+                }
+                (at, presence)
+            })
+            .collect()
+    }
+}
+
+/// Spreads keys; never a proof of identity.
+fn hash(key: &Key) -> u64 {
+    let mut bytes = [0; 20];
+    let (block, shard) = bytes.split_at_mut(16);
+    block.copy_from_slice(&key.0);
+    shard.copy_from_slice(&key.1.to_le_bytes());
+    xxh3_64(&bytes)
 }
 
 /// Calls a tier; a panic in it is its failure, not ours.

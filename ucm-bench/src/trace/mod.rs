@@ -4,6 +4,7 @@
 //! requests through the real cache.
 //! **Invariant:** all figures of the models are exact counts: the same trace gives the same document.
 
+mod admitted;
 mod clock;
 mod generate;
 mod lru;
@@ -166,17 +167,24 @@ fn report(
     }
     let all = outcomes.iter().map(|(policy, row)| {
         let hits = row.iter().map(|outcome| outcome.hits).collect::<Vec<_>>();
-        let value = json!({"hit_ratio": hit(row), "prefix_hit_ratio": prefix(row), "hits": hits});
+        let writes = row.iter().map(Simulation::write_ratio).collect::<Vec<_>>();
+        let value = json!({
+            "hit_ratio": hit(row), "prefix_hit_ratio": prefix(row), "hits": hits, "write_ratio": writes,
+        });
         (policy.name().to_owned(), value)
     });
     document.result("policies", Value::Object(all.collect()));
 
     let percents = args.percents().iter().map(|percent| format!("{percent} %"));
-    let mut table = Table::new(["policy".to_owned()].into_iter().chain(percents));
+    let mut table = Table::new(["policy: hits % (kept %)".to_owned()].into_iter().chain(percents));
     let mut plot =
         Plot::lines("Hit ratio", "capacity (% of unique blocks)", "hit ratio (%)").x_log();
     for (policy, row) in outcomes {
-        let cells = hit(row).into_iter().map(|ratio| format!("{:.2}", 100.0 * ratio));
+        let cell = |outcome: &Simulation| {
+            let (hits, writes) = (100.0 * outcome.hit_ratio(), 100.0 * outcome.write_ratio());
+            format!("{hits:.2} ({writes:.1})")
+        };
+        let cells = row.iter().map(cell);
         table.row([policy.name().to_owned()].into_iter().chain(cells));
         let points = args.percents().iter().zip(hit(row));
         plot.line(policy.name(), points.map(|(percent, ratio)| (*percent, 100.0 * ratio)));
@@ -201,6 +209,8 @@ impl PolicyKind {
             Self::Clock => "clock",
             Self::ClockCache => "clock-cache",
             Self::Lru => "lru",
+            Self::Admission => "admission",
+            Self::SecondUse => "second-use",
             Self::Optimal => "optimal",
         }
     }

@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 
-use super::{clock::Clock, lru::Lru, optimal::Optimal, parse::Trace};
+use super::{admitted::Admitted, clock::Clock, lru::Lru, optimal::Optimal, parse::Trace};
 
 /// "No later request uses it."
 pub(super) const NEVER: u32 = u32::MAX;
@@ -36,6 +36,10 @@ pub enum PolicyKind {
     ClockCache,
     /// Least recently used
     Lru,
+    /// Least recently used, of what the tiers' admission keeps
+    Admission,
+    /// Least recently used, of what was used before at any time
+    SecondUse,
     /// Belady's optimum; a block that is used later than all residents is not kept
     Optimal,
 }
@@ -47,6 +51,8 @@ impl PolicyKind {
             Self::Clock => Box::new(Clock::new(capacity, unique, false)),
             Self::ClockCache => Box::new(Clock::new(capacity, unique, true)),
             Self::Lru => Box::new(Lru::new(capacity, unique)),
+            Self::Admission => Box::new(Admitted::by_models(capacity, unique)),
+            Self::SecondUse => Box::new(Admitted::second_use(capacity, unique)),
             Self::Optimal => Box::new(Optimal::new(capacity, unique)),
         }
     }
@@ -61,12 +67,19 @@ pub struct Simulation {
     pub hits: u64,
     /// Hits before the first miss of their request: what an engine can use without recomputing.
     pub prefix_hits: u64,
+    /// Blocks that were not resident and were kept.
+    pub writes: u64,
 }
 
 impl Simulation {
     /// Hits per block asked for.
     pub fn hit_ratio(&self) -> f64 {
         self.hits as f64 / self.references.max(1) as f64
+    }
+
+    /// Blocks kept per block asked for: what filling the cache costs.
+    pub fn write_ratio(&self) -> f64 {
+        self.writes as f64 / self.references.max(1) as f64
     }
 
     /// Prefix hits per block asked for.
@@ -114,6 +127,7 @@ pub fn simulate(trace: &Trace, next_use: &[u32], policy: &mut dyn Policy) -> Sim
             // A chain that names a block twice loads it once.
             if !hit && !policy.contains(*block) {
                 policy.load(*block, *next);
+                outcome.writes += u64::from(policy.contains(*block));
             }
         }
     }

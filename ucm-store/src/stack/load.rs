@@ -2,14 +2,19 @@
 //!
 //! **Invariant:** an operation is in one tier at a time, and is tried in each tier at most once.
 
-use std::sync::{
-    Arc, Mutex, PoisonError, Weak,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    sync::{Arc, Mutex, PoisonError, Weak},
+    time::Instant,
 };
 
 use super::{
-    Inner, shielded,
-    tier::{Candidate, Counts},
+    Inner, Key,
+    absent::Asked,
+    budget::Taken,
+    dump::failing,
+    record::{Record, add},
+    shielded,
+    tier::{Candidate, Running},
 };
 use crate::{Completed, ErrorKind, Op, Sink, StoreError, raw};
 
@@ -41,18 +46,59 @@ fn descend(inner: &Arc<Inner>, mut at: usize, mut loads: Vec<Descent>) {
             Op::finish_all(ended);
             return;
         };
-        let batch: Arc<Batch> = Arc::new(Mutex::new(Some(Vec::new())));
-        let ops = loads.into_iter().map(|load| {
+        let (asked, passed_over) = choose(running, loads);
+        let batch: Arc<Batch> = Arc::new(Mutex::new(Some(passed_over)));
+        let ops = asked.into_iter().map(|(load, question)| {
             let (stack, batch) = (Arc::downgrade(inner), Arc::clone(&batch));
+            let record = Arc::clone(&running.record);
             load.op.intercept(move |op, result| {
-                ended(&stack, at, &batch, Descent { op, failure: load.failure }, result);
+                let load = Descent { op, failure: load.failure };
+                question.answered(&record, &load.op, &result);
+                ended(&stack, at, &batch, load, result);
             })
         });
-        let ops = ops.collect();
-        shielded(|| running.tier.backend.load(ops));
+        let ops: Vec<_> = ops.collect();
+        if !ops.is_empty() {
+            shielded(|| running.tier.backend.load(ops));
+        }
         loads = batch.lock().unwrap_or_else(PoisonError::into_inner).take().unwrap_or_default();
         at += 1;
     }
+}
+
+/// What a tier is asked.
+struct Question {
+    began: Instant,
+    asked: Option<Asked>,
+}
+
+impl Question {
+    fn answered(&self, record: &Record, op: &Op, result: &Result<(), StoreError>) {
+        record.load_ended(self.began, op.memory().len(), result);
+        if result.as_ref().is_err_and(|e| e.kind() == ErrorKind::Missing) {
+            record.missed(&(*op.block(), op.shard()), self.asked);
+        }
+    }
+}
+
+/// Which loads a tier gets, and which it does not: what it does not have, and all if it is failing.
+fn choose(running: &Running, loads: Vec<Descent>) -> (Vec<(Descent, Question)>, Vec<Descent>) {
+    let record = &running.record;
+    let began = record.now();
+    let (mut asked, mut passed_over) = (Vec::new(), Vec::new());
+    for load in loads {
+        match record.ask_for(&(*load.op.block(), load.op.shard()), began) {
+            Ok(question) => asked.push((load, Question { began, asked: question })),
+            Err(()) => passed_over.push(load),
+        }
+    }
+    let begun = record.begin_loads(asked.len(), began);
+    for (mut load, _) in asked.drain(begun..) {
+        add(&record.loads_skipped);
+        load.failure.get_or_insert_with(|| failing(&running.tier.name));
+        passed_over.push(load);
+    }
+    (asked, passed_over)
 }
 
 /// Tier `at` has ended a load.
@@ -63,17 +109,15 @@ fn ended(
     mut load: Descent,
     result: Result<(), StoreError>,
 ) {
-    let inner = stack.upgrade();
-    let Some((inner, running)) = inner.as_ref().and_then(|i| Some((i, i.tiers.get(at)?))) else {
+    let Some(inner) = stack.upgrade() else {
         load.op.finish(result);
         return;
     };
-    running.counts.loaded(load.op.memory().len(), &result);
     let error = match result {
         Ok(()) => {
-            let promotions = promotions(inner, at, &load.op);
+            let promotions = promotions(&inner, at, &load.op);
             load.op.finish(Ok(()));
-            promotions.into_iter().for_each(|p| p.start(inner));
+            promotions.into_iter().for_each(|p| p.start(&inner));
             return;
         }
         Err(error) if error.kind() == ErrorKind::Invalid => {
@@ -91,7 +135,7 @@ fn ended(
         return;
     }
     drop(open);
-    descend(inner, at + 1, vec![load]);
+    descend(&inner, at + 1, vec![load]);
 }
 
 /// An object on its way up, with bytes of its own.
@@ -113,20 +157,30 @@ impl Ascent {
 fn promotions(inner: &Inner, found_in: usize, op: &Op) -> Vec<Ascent> {
     let (block, shard, bytes) = (*op.block(), op.shard(), op.memory().len());
     let candidate = Candidate { block, shard, bytes, found_in };
-    let uppers = inner.tiers.iter().enumerate().take(found_in);
-    let wanted = uppers.filter(|(_, running)| running.tier.promotion.admits(&candidate));
+    let key = (block, shard);
     let mut copy: Option<Arc<[u8]>> = None;
     let mut ascents = Vec::new();
-    for (tier, running) in wanted {
-        let budget = Budget::take(&inner.promoting, bytes as u64, inner.promotion_bytes);
-        let Some(budget) = budget else {
-            running.counts.promotions_skipped.fetch_add(1, Ordering::Relaxed);
+    for (tier, running) in inner.tiers.iter().enumerate().take(found_in + 1) {
+        // The tier that has it hears of the use, too.
+        let kept = running.tier.admission.as_ref().is_none_or(|a| a.used(&block, shard));
+        if tier == found_in || !running.tier.promotion.admits(&candidate) {
+            continue;
+        }
+        let record = &running.record;
+        if !kept {
+            add(&record.not_admitted);
+            continue;
+        }
+        let taken = inner.promoting.take(bytes as u64);
+        let begun = taken.filter(|_| record.begin_dumps(1, record.now()) == 1);
+        let Some(taken) = begun else {
+            add(&record.promotions_skipped);
             continue;
         };
+        record.storing(&key);
         let copy = copy.get_or_insert_with(|| raw::snapshot(op.memory()));
         let memory = raw::lend(Arc::clone(copy));
-        let counts = Arc::clone(&running.counts);
-        let sink = Arc::new(Promoted { counts, _budget: budget });
+        let sink = Arc::new(Promoted { key, record: Arc::clone(record), _taken: taken });
         ascents.push(Ascent { tier, op: Op::new(block, shard, 0, memory, sink) });
     }
     ascents
@@ -134,8 +188,9 @@ fn promotions(inner: &Inner, found_in: usize, op: &Op) -> Vec<Ascent> {
 
 /// The end of a promotion: nobody waits for it.
 struct Promoted {
-    counts: Arc<Counts>,
-    _budget: Budget,
+    key: Key,
+    record: Arc<Record>,
+    _taken: Taken,
 }
 
 impl Sink for Promoted {
@@ -143,26 +198,6 @@ impl Sink for Promoted {
         if let Err(error) = &completed.result {
             tracing::debug!(%error, "a promotion failed");
         }
-        self.counts.promoted(completed.memory.len(), completed.result.is_ok());
-    }
-}
-
-/// Bytes of promotions in flight; given back when dropped.
-struct Budget {
-    total: Arc<AtomicU64>,
-    bytes: u64,
-}
-
-impl Budget {
-    fn take(total: &Arc<AtomicU64>, bytes: u64, limit: u64) -> Option<Self> {
-        let more = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= limit);
-        let taken = total.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        taken.is_ok().then(|| Self { total: Arc::clone(total), bytes })
-    }
-}
-
-impl Drop for Budget {
-    fn drop(&mut self) {
-        self.total.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.record.promotion_ended(&self.key, completed.memory.len(), &completed.result);
     }
 }

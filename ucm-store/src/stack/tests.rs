@@ -2,7 +2,13 @@
 //!
 //! **Invariant:** no test waits by time.
 
-use std::{sync::Mutex, time::Duration};
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 
 use super::*;
 use crate::{
@@ -55,7 +61,7 @@ fn dump(stack: &Stack, shard: u32) -> Result<(), ErrorKind> {
 #[test]
 fn conforms_with_memory_over_files() {
     let dir = tempfile::tempdir().unwrap();
-    let next = std::sync::atomic::AtomicU64::new(0);
+    let next = AtomicU64::new(0);
     conformance(Keeps::Everything, || {
         let case = next.fetch_add(1, Ordering::Relaxed).to_string();
         let config = FileConfig::new(dir.path().join(case), "ns").threads(2);
@@ -70,7 +76,7 @@ fn conforms_when_only_the_slow_tier_takes_dumps_and_the_fast_one_is_empty() {
     conformance(Keeps::Everything, || {
         let delay = crate::Delay::Fixed(Duration::from_micros(100));
         let slow = LatencyBackend::new(MemoryBackend::new(), delay, 16).unwrap();
-        let fast = Tier::new("fast", Arc::new(MemoryBackend::new())).takes_dumps(false);
+        let fast = Tier::new("fast", Arc::new(MemoryBackend::new())).writes(Writes::Never);
         Arc::new(Stack::new(vec![fast, Tier::new("slow", Arc::new(slow))]).unwrap())
     });
 }
@@ -204,7 +210,7 @@ fn promotions_are_bounded_and_their_failures_counted() {
     let (a, b, gate) = (faulty(), faulty(), Gate::new());
     let mut stack =
         Stack::new(vec![tier("a", &a).promotion(Promotion::Always), tier("b", &b)]).unwrap();
-    Arc::get_mut(&mut stack.inner).unwrap().promotion_bytes = 2 * LEN as u64;
+    Arc::get_mut(&mut stack.inner).unwrap().promoting = Budget::new(2 * LEN as u64);
     (0..5).for_each(|shard| put(&b, shard));
     a.add(Rule::new(Fault::StallBefore(gate.clone())).dumps().shard(0));
     a.add(Rule::new(Fault::Fail(ErrorKind::NoSpace)).dumps().shard(1));
@@ -223,7 +229,7 @@ fn promotions_are_bounded_and_their_failures_counted() {
 #[test]
 fn a_dump_ends_when_all_tiers_have_and_as_its_home_says() {
     let (a, b, c, gate) = (faulty(), faulty(), faulty(), Gate::new());
-    let tiers = vec![tier("a", &a), tier("b", &b), tier("c", &c).takes_dumps(false)];
+    let tiers = vec![tier("a", &a), tier("b", &b), tier("c", &c).writes(Writes::Never)];
     let stack = Stack::new(tiers).unwrap();
     a.add(Rule::new(Fault::StallAfter(gate.clone())).dumps().times(1));
     let sink = Collector::new();
@@ -246,7 +252,7 @@ fn a_dump_ends_when_all_tiers_have_and_as_its_home_says() {
 #[test]
 fn without_a_tier_that_takes_dumps_they_are_refused() {
     let a = faulty();
-    let stack = Stack::new(vec![tier("a", &a).takes_dumps(false)]).unwrap();
+    let stack = Stack::new(vec![tier("a", &a).writes(Writes::Never)]).unwrap();
     assert!(!stack.capabilities().writable);
     assert_eq!(dump(&stack, 0), Err(ErrorKind::Unavailable));
     assert_eq!(Stack::new(vec![]).unwrap_err().kind(), ErrorKind::Invalid);
@@ -322,3 +328,5 @@ fn dropping_the_stack_ends_what_a_tier_still_has() {
     gate.open();
     assert_eq!(sink.wait_one().0, Err(ErrorKind::Missing), "nothing is asked any more");
 }
+
+mod rules;

@@ -1,16 +1,11 @@
-//! One tier: its backend, its rules and its counts.
+//! One tier: its backend and its rules.
 //!
-//! **Invariant:** counts are written at the end of an operation, from its result.
+//! **Invariant:** settings are plain values; what a tier did stands in its [`Record`].
 
-use std::{
-    fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
+use std::{fmt, sync::Arc, time::Duration};
 
-use crate::{Backend, ErrorKind, StoreError};
+use super::{Admission, record::Record};
+use crate::Backend;
 
 /// An object that was found below and could be kept in an upper tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,25 +53,55 @@ impl fmt::Debug for Promotion {
     }
 }
 
+/// How dumps come to a tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Writes {
+    /// Not at all.
+    Never,
+    /// A dump ends when this tier has it, too.
+    #[default]
+    Through,
+    /// A dump ends without this tier, which gets a copy of the bytes. Until it has them
+    /// ([`Stack::wait_written`](crate::Stack::wait_written)), the object is in the tiers above only, and a
+    /// crash may lose it for this one. An object that no other tier takes, and one for which there is no
+    /// room among the copies, is written through.
+    Back,
+}
+
 /// A backend and its place in a [`Stack`](crate::Stack).
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Tier {
     pub(super) name: String,
     pub(super) backend: Arc<dyn Backend>,
-    pub(super) takes_dumps: bool,
+    pub(super) writes: Writes,
     pub(super) promotion: Promotion,
+    pub(super) admission: Option<Arc<Admission>>,
+    pub(super) absent: Option<(usize, Duration)>,
+    pub(super) failures_off: u32,
+    pub(super) stall_after: Duration,
 }
 
 impl Tier {
-    /// A tier that takes dumps, and keeps nothing found below.
+    /// A tier that takes all dumps and keeps nothing found below, is not asked for a while after five
+    /// failures in a row, nor while nothing has ended in it for 30 s.
     pub fn new(name: impl Into<String>, backend: Arc<dyn Backend>) -> Self {
-        Self { name: name.into(), backend, takes_dumps: true, promotion: Promotion::Never }
+        Self {
+            name: name.into(),
+            backend,
+            writes: Writes::Through,
+            promotion: Promotion::Never,
+            admission: None,
+            absent: None,
+            failures_off: 5,
+            stall_after: Duration::from_secs(30),
+        }
     }
 
-    /// Whether dumps are written to this tier.
-    pub fn takes_dumps(mut self, yes: bool) -> Self {
-        self.takes_dumps = yes;
+    /// How dumps come to this tier.
+    pub fn writes(mut self, writes: Writes) -> Self {
+        self.writes = writes;
         self
     }
 
@@ -85,125 +110,38 @@ impl Tier {
         self.promotion = promotion;
         self
     }
-}
 
-/// What one tier did. Looked for = hits + misses + failures.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct TierReport {
-    /// Name of the tier.
-    pub name: String,
-    /// Loads that this tier answered with verified bytes.
-    pub hits: u64,
-    /// Bytes of them.
-    pub hit_bytes: u64,
-    /// Loads of objects that it does not have.
-    pub misses: u64,
-    /// Loads that failed otherwise, corrupt objects among them.
-    pub load_failures: u64,
-    /// Corrupt objects among the failures.
-    pub corrupt: u64,
-    /// Dumps stored.
-    pub dumps: u64,
-    /// Bytes of them.
-    pub dump_bytes: u64,
-    /// Dumps that failed.
-    pub dump_failures: u64,
-    /// Objects promoted into this tier.
-    pub promoted: u64,
-    /// Bytes of them.
-    pub promoted_bytes: u64,
-    /// Promotions that failed.
-    pub promotion_failures: u64,
-    /// Promotions left out because too many bytes were being promoted.
-    pub promotions_skipped: u64,
-    /// Calls of touch that failed.
-    pub touch_failures: u64,
+    /// Keeps of dumps, and of what `promotion` wants, only what this admits. Not for the last tier that
+    /// takes dumps: it keeps everything.
+    pub fn admission(mut self, admission: Arc<Admission>) -> Self {
+        self.admission = Some(admission);
+        self
+    }
+
+    /// Remembers up to about so many keys that this tier does not have, each for so long: within that
+    /// time, what another process stores there may look absent. For tiers where asking is slow.
+    pub fn remember_absent(mut self, keys: usize, ttl: Duration) -> Self {
+        self.absent = (keys > 0 && !ttl.is_zero()).then_some((keys, ttl));
+        self
+    }
+
+    /// After so many failures in a row (`Io` or `Lost`) one operation at a time tries, first after 1 s,
+    /// then after 2, 4, … 60 s, until one gets an answer. Loads and dumps apart.
+    pub fn failures_off(mut self, failures: u32) -> Self {
+        self.failures_off = failures;
+        self
+    }
+
+    /// While operations are in it and none has ended for so long, it gets no more.
+    pub fn stall_after(mut self, time: Duration) -> Self {
+        self.stall_after = time;
+        self
+    }
 }
 
 /// A tier at work.
 #[derive(Debug)]
 pub(super) struct Running {
     pub(super) tier: Tier,
-    pub(super) counts: Arc<Counts>,
-}
-
-#[derive(Debug, Default)]
-pub(super) struct Counts {
-    hits: AtomicU64,
-    hit_bytes: AtomicU64,
-    misses: AtomicU64,
-    load_failures: AtomicU64,
-    corrupt: AtomicU64,
-    dumps: AtomicU64,
-    dump_bytes: AtomicU64,
-    dump_failures: AtomicU64,
-    promoted: AtomicU64,
-    promoted_bytes: AtomicU64,
-    promotion_failures: AtomicU64,
-    pub(super) promotions_skipped: AtomicU64,
-    pub(super) touch_failures: AtomicU64,
-}
-
-impl Running {
-    pub(super) fn new(tier: Tier) -> Self {
-        Self { tier, counts: Arc::default() }
-    }
-
-    pub(super) fn report(&self) -> TierReport {
-        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let c = &self.counts;
-        TierReport {
-            name: self.tier.name.clone(),
-            hits: read(&c.hits),
-            hit_bytes: read(&c.hit_bytes),
-            misses: read(&c.misses),
-            load_failures: read(&c.load_failures),
-            corrupt: read(&c.corrupt),
-            dumps: read(&c.dumps),
-            dump_bytes: read(&c.dump_bytes),
-            dump_failures: read(&c.dump_failures),
-            promoted: read(&c.promoted),
-            promoted_bytes: read(&c.promoted_bytes),
-            promotion_failures: read(&c.promotion_failures),
-            promotions_skipped: read(&c.promotions_skipped),
-            touch_failures: read(&c.touch_failures),
-        }
-    }
-}
-
-impl Counts {
-    pub(super) fn loaded(&self, bytes: usize, result: &Result<(), StoreError>) {
-        match result {
-            Ok(()) => count(&self.hits, &self.hit_bytes, bytes),
-            Err(e) if e.kind() == ErrorKind::Missing => add(&self.misses),
-            Err(e) => {
-                add(&self.load_failures);
-                if e.kind() == ErrorKind::Corrupt {
-                    add(&self.corrupt);
-                }
-            }
-        }
-    }
-
-    pub(super) fn dumped(&self, bytes: usize, ok: bool) {
-        if ok { count(&self.dumps, &self.dump_bytes, bytes) } else { add(&self.dump_failures) }
-    }
-
-    pub(super) fn promoted(&self, bytes: usize, ok: bool) {
-        if ok {
-            count(&self.promoted, &self.promoted_bytes, bytes);
-        } else {
-            add(&self.promotion_failures);
-        }
-    }
-}
-
-fn add(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
-fn count(events: &AtomicU64, sum: &AtomicU64, bytes: usize) {
-    add(events);
-    sum.fetch_add(bytes as u64, Ordering::Relaxed);
+    pub(super) record: Arc<Record>,
 }
