@@ -7,6 +7,7 @@
 //! | backend | what it is for |
 //! |---|---|
 //! | [`FileBackend`] | objects in files: verified on load, published atomically, shared by processes |
+//! | `ObjectBackend` | objects in S3, GCS, Azure or a directory (feature `object-store`) |
 //! | [`MemoryBackend`] | objects in this process |
 //! | [`Stack`] | several backends as tiers: load cascade, promotion, write-through, touch cascade |
 //! | [`PatternBackend`] | objects that are computed: benchmarks and tests that verify every byte |
@@ -54,9 +55,13 @@ mod error;
 mod fault;
 mod file;
 mod gate;
+mod header;
+mod health;
 mod latency;
 mod memory;
 mod meter;
+#[cfg(feature = "object-store")]
+mod object;
 mod op;
 mod pattern;
 mod pattern_backend;
@@ -81,6 +86,8 @@ pub use gate::Gate;
 pub use latency::{Delay, LatencyBackend};
 pub use memory::MemoryBackend;
 pub use meter::{Meter, MeterReport, Metered};
+#[cfg(feature = "object-store")]
+pub use object::{ObjectBackend, ObjectConfig, ObjectReport};
 pub use op::{Completed, IoMemory, Op, Sink};
 pub use pattern::{PatternMismatch, Seems, fill_pattern, pattern_word, verify_pattern};
 pub use pattern_backend::PatternBackend;

@@ -7,7 +7,6 @@ mod absent;
 mod admission;
 mod budget;
 mod dump;
-mod health;
 mod load;
 mod record;
 mod tier;

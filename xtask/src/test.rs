@@ -16,8 +16,11 @@ use crate::{
 /// nextest writes below the workspace root, wherever the target folder is.
 const JUNIT: &str = "target/nextest/default/junit.xml";
 /// Tests that want features which an ordinary build does not have: package, features, test target.
-const WITH_FEATURES: [(&str, &str, &str); 2] =
-    [("ucm-transport", "cuda,rocm,testing", "gpu"), ("ucm-remote", "redis", "redis")];
+const WITH_FEATURES: [(&str, &str, &str); 3] = [
+    ("ucm-transport", "cuda,rocm,testing", "gpu"),
+    ("ucm-remote", "redis", "redis"),
+    ("ucm-store", "object-store,testing", "object"),
+];
 const CLOSING_LINE: &str = "xtask/tests.txt";
 
 /// Options of `cargo xtask test`.

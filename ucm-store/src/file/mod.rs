@@ -10,7 +10,6 @@ mod config;
 mod direct;
 mod failpoint;
 mod gc;
-mod header;
 mod object;
 mod packed;
 mod pool;
@@ -38,7 +37,7 @@ pub use config::{Durability, FileConfig, FileIo, FileMode, MemoryOwner};
 pub use failpoint::NAMES as FAILPOINTS;
 pub use failpoint::{FileFault, FileStep, Stall};
 
-use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError};
+use crate::{Backend, BackendCapabilities, ErrorKind, Op, Presence, StoreError, header};
 use breaker::Breaker;
 use buffers::Buffers;
 use failpoint::FailPoints;

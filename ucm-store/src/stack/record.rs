@@ -15,9 +15,11 @@ use std::{
 use super::{
     Key, Tier,
     absent::{Absent, Asked},
+};
+use crate::{
+    ErrorKind, StoreError,
     health::{Health, Verdict},
 };
-use crate::{ErrorKind, StoreError};
 
 /// Tells the time.
 pub(super) type Clock = Arc<dyn Fn() -> Instant + Send + Sync>;
@@ -175,7 +177,7 @@ impl Record {
 
     pub(super) fn load_ended(&self, began: Instant, bytes: usize, result: &Result<(), StoreError>) {
         let now = self.now();
-        lock(&self.loads).end(verdict(result), now);
+        lock(&self.loads).end(Verdict::of(result), now);
         let took = now.saturating_duration_since(began).as_nanos();
         self.load_ns.fetch_add(u64::try_from(took).unwrap_or(u64::MAX), Ordering::Relaxed);
         match result {
@@ -208,7 +210,7 @@ impl Record {
 
     fn stored(&self, key: &Key, result: &Result<(), StoreError>) {
         self.storing(key);
-        lock(&self.dumps).end(verdict(result), self.now());
+        lock(&self.dumps).end(Verdict::of(result), self.now());
     }
 
     pub(super) fn report(&self, name: &str) -> TierReport {
@@ -246,14 +248,6 @@ impl Record {
 impl fmt::Debug for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Record").field("report", &self.report("")).finish_non_exhaustive()
-    }
-}
-
-fn verdict(result: &Result<(), StoreError>) -> Verdict {
-    match result.as_ref().map_err(StoreError::kind) {
-        Err(ErrorKind::Io | ErrorKind::Lost) => Verdict::Failed,
-        Err(ErrorKind::Unavailable | ErrorKind::Cancelled | ErrorKind::Invalid) => Verdict::Silent,
-        _ => Verdict::Answered,
     }
 }
 

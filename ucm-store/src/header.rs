@@ -29,9 +29,9 @@ use crate::xxh3::xxh3_64;
 use crate::{ErrorKind, StoreError};
 
 /// Length of the header, and what everything in the file is aligned to.
-pub(super) const HEADER_BYTES: usize = 4096;
+pub(crate) const HEADER_BYTES: usize = 4096;
 /// Longest namespace descriptor.
-pub(super) const MAX_DESCRIPTOR_BYTES: usize = HEADER_BYTES - DESCRIPTOR_AT;
+pub(crate) const MAX_DESCRIPTOR_BYTES: usize = HEADER_BYTES - DESCRIPTOR_AT;
 
 const MAGIC: [u8; 8] = *b"UCMOBJ\r\n";
 const VERSION: u32 = 1;
@@ -41,30 +41,30 @@ const CHECKSUM_AT: usize = 80;
 /// A header block; aligned, so that it can be read with `O_DIRECT` too.
 #[derive(Clone)]
 #[repr(C, align(4096))]
-pub(super) struct HeaderBlock(pub(super) [u8; HEADER_BYTES]);
+pub(crate) struct HeaderBlock(pub(crate) [u8; HEADER_BYTES]);
 
 const _: () = assert!(size_of::<HeaderBlock>() == HEADER_BYTES);
 
 /// What a header says.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Header<'a> {
-    pub(super) block: [u8; 16],
-    pub(super) shard: u32,
-    pub(super) generation: u64,
-    pub(super) payload_bytes: u64,
-    pub(super) payload_hash: u64,
-    pub(super) descriptor: &'a [u8],
+pub(crate) struct Header<'a> {
+    pub(crate) block: [u8; 16],
+    pub(crate) shard: u32,
+    pub(crate) generation: u64,
+    pub(crate) payload_bytes: u64,
+    pub(crate) payload_hash: u64,
+    pub(crate) descriptor: &'a [u8],
 }
 
 /// Length of a file whose payload has this many bytes; `None` if no file can be that long.
-pub(super) fn file_bytes(payload_bytes: u64) -> Option<u64> {
+pub(crate) fn file_bytes(payload_bytes: u64) -> Option<u64> {
     let padded = payload_bytes.checked_next_multiple_of(HEADER_BYTES as u64)?;
     padded.checked_add(HEADER_BYTES as u64).filter(|n| *n <= i64::MAX as u64)
 }
 
 impl<'a> Header<'a> {
     /// Writes the header. The descriptor was checked to fit when the backend was opened.
-    pub(super) fn encode(&self) -> HeaderBlock {
+    pub(crate) fn encode(&self) -> HeaderBlock {
         let mut block = HeaderBlock([0; HEADER_BYTES]);
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
@@ -97,7 +97,7 @@ impl<'a> Header<'a> {
     ///
     /// # Errors
     /// `Corrupt`, saying what differs.
-    pub(super) fn parse(block: &'a HeaderBlock) -> Result<Self, StoreError> {
+    pub(crate) fn parse(block: &'a HeaderBlock) -> Result<Self, StoreError> {
         let bytes = &block.0;
         let corrupt = |what: String| StoreError::new(ErrorKind::Corrupt, what);
         if field::<8>(bytes, 0) != MAGIC {
@@ -136,7 +136,7 @@ impl<'a> Header<'a> {
     ///
     /// # Errors
     /// `Corrupt`, saying what differs.
-    pub(super) fn check_identity(
+    pub(crate) fn check_identity(
         &self,
         block: &[u8; 16],
         shard: u32,

@@ -6,6 +6,8 @@
 
 use std::time::{Duration, Instant};
 
+use crate::{ErrorKind, StoreError};
+
 /// First pause.
 const LEAST: Duration = Duration::from_secs(1);
 /// Longest pause.
@@ -13,7 +15,7 @@ const MOST: Duration = Duration::from_secs(60);
 
 /// What an operation's end says about its tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     /// The tier works, whatever it answered.
     Answered,
     /// It does not.
@@ -22,9 +24,19 @@ pub(super) enum Verdict {
     Silent,
 }
 
+impl Verdict {
+    pub(crate) fn of(result: &Result<(), StoreError>) -> Self {
+        match result.as_ref().map_err(StoreError::kind) {
+            Err(ErrorKind::Io | ErrorKind::Lost) => Self::Failed,
+            Err(ErrorKind::Unavailable | ErrorKind::Cancelled | ErrorKind::Invalid) => Self::Silent,
+            _ => Self::Answered,
+        }
+    }
+}
+
 /// One direction of one tier.
 #[derive(Debug)]
-pub(super) struct Health {
+pub(crate) struct Health {
     /// So many failures in a row turn it off.
     failures_off: u32,
     /// Nothing has ended for so long: not asked.
@@ -44,7 +56,7 @@ struct Off {
 }
 
 impl Health {
-    pub(super) fn new(failures_off: u32, stall_after: Duration) -> Self {
+    pub(crate) fn new(failures_off: u32, stall_after: Duration) -> Self {
         Self {
             failures_off: failures_off.max(1),
             stall_after,
@@ -57,7 +69,7 @@ impl Health {
     }
 
     /// How many of so many operations may be handed over now; these have begun.
-    pub(super) fn begin(&mut self, count: usize, now: Instant) -> usize {
+    pub(crate) fn begin(&mut self, count: usize, now: Instant) -> usize {
         let count = self.allowed(count, now);
         if count > 0 {
             if self.in_flight == 0 {
@@ -84,7 +96,7 @@ impl Health {
     }
 
     /// One of them has ended.
-    pub(super) fn end(&mut self, verdict: Verdict, now: Instant) {
+    pub(crate) fn end(&mut self, verdict: Verdict, now: Instant) {
         self.in_flight = self.in_flight.saturating_sub(1);
         self.moved = Some(now);
         match verdict {
@@ -113,12 +125,12 @@ impl Health {
     }
 
     /// Whether it is off, or nothing ends in it.
-    pub(super) fn is_open(&self, now: Instant) -> bool {
+    pub(crate) fn is_open(&self, now: Instant) -> bool {
         self.off.is_some() || self.is_stalled(now)
     }
 
     /// How often failures turned it off.
-    pub(super) fn opened(&self) -> u64 {
+    pub(crate) fn opened(&self) -> u64 {
         self.opened
     }
 
