@@ -10,6 +10,7 @@
 //! | `ObjectBackend` | objects in S3, GCS, Azure or a directory (feature `object-store`) |
 //! | [`MemoryBackend`] | objects in this process |
 //! | [`Stack`] | several backends as tiers: load cascade, promotion, write-through, touch cascade |
+//! | [`Spread`] | several backends of the same speed, each with its share of the blocks: one for each disk |
 //! | [`PatternBackend`] | objects that are computed: benchmarks and tests that verify every byte |
 //! | [`LatencyBackend`] | any backend with the timing of a device |
 //! | [`FaultBackend`] | any backend, failing on purpose |
@@ -67,6 +68,7 @@ mod pattern;
 mod pattern_backend;
 mod random;
 mod raw;
+mod spread;
 mod stack;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -91,4 +93,5 @@ pub use object::{ObjectBackend, ObjectConfig, ObjectReport};
 pub use op::{Completed, IoMemory, Op, Sink};
 pub use pattern::{PatternMismatch, Seems, fill_pattern, pattern_word, verify_pattern};
 pub use pattern_backend::PatternBackend;
+pub use spread::Spread;
 pub use stack::{Admission, Candidate, Promotion, Stack, Tier, TierReport, Writes};

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use serde_json::json;
 
 pub(crate) use rank::run as run_rank;
-use spec::{BackendChoice, Order, OrderChoice, Reply, Spec};
+use spec::{BackendChoice, FileIoChoice, Order, OrderChoice, Reply, Spec};
 
 use crate::{
     cli::Common, clock, document::Document, env::Env, error::BenchError, figure::Figure,
@@ -37,6 +37,9 @@ pub(crate) struct Args {
     /// What lies below the cache
     #[arg(long, value_enum, default_value = "file")]
     pub(crate) backend: BackendChoice,
+    /// How files are read
+    #[arg(long, value_enum, default_value = "buffered")]
+    pub(crate) file_io: FileIoChoice,
     /// Latency of the slow backend
     #[arg(long, default_value_t = 2000)]
     pub(crate) latency_us: u64,
@@ -158,6 +161,7 @@ fn spec(
         shard_bytes: args.shard_bytes,
         backend: args.backend,
         backend_dir: scratch.path("objects").display().to_string(),
+        file_io: args.file_io,
         latency_us: args.latency_us,
         backend_depth: args.backend_depth,
         order: args.order,
@@ -169,7 +173,11 @@ fn spec(
 fn describe(document: &mut Document, spec: &Spec, common: &Common, opened: Option<&Reply>) {
     let (title, from) = match spec.backend {
         BackendChoice::File => {
-            ("Loads from files", "files, which lie in the page cache".to_owned())
+            let from = match spec.file_io {
+                FileIoChoice::Buffered => "files, which lie in the page cache",
+                FileIoChoice::Auto | FileIoChoice::Threads => "files, past the page cache",
+            };
+            ("Loads from files", from.to_owned())
         }
         BackendChoice::Slow => (
             "Loads from a slow device",
@@ -191,6 +199,7 @@ fn describe(document: &mut Document, spec: &Spec, common: &Common, opened: Optio
     document.config("shards_per_block", spec.shards_per_block);
     document.config("shard_bytes", spec.shard_bytes);
     document.config("backend", json!(spec.backend));
+    document.config("file_io", json!(spec.file_io));
     document.config("latency_us", spec.latency_us);
     document.config("backend_depth", spec.backend_depth);
     document.config("order", json!(spec.order));

@@ -14,7 +14,7 @@ use ucm_store::{
     Delay, FileBackend, LatencyBackend, Meter, Metered, PatternBackend, verify_pattern,
 };
 
-use super::spec::{BackendChoice, GENERATION, Order, OrderChoice, Reply, Spec};
+use super::spec::{BackendChoice, FileIoChoice, GENERATION, Order, OrderChoice, Reply, Spec};
 use crate::{clock, error::BenchError, ranks};
 
 const POISON: u8 = 0xEE;
@@ -65,7 +65,11 @@ impl Source {
                     &spec.backend_dir,
                     super::spec::identity().descriptor().to_vec(),
                 )
-                .io(ucm_store::FileIo::Buffered);
+                .io(match spec.file_io {
+                    FileIoChoice::Auto => ucm_store::FileIo::Auto,
+                    FileIoChoice::Threads => ucm_store::FileIo::Threads,
+                    FileIoChoice::Buffered => ucm_store::FileIo::Buffered,
+                });
                 Self::File(Arc::new(Metered::new(FileBackend::open(config).map_err(store)?)))
             }
         })

@@ -10,12 +10,24 @@ use ucm::{Identity, Key, Namespace};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum BackendChoice {
-    /// Files in a directory, warm in the page cache
+    /// Files in a directory
     File,
     /// A device with a fixed latency
     Slow,
     /// Generated at memory speed
     Memory,
+}
+
+/// How the file backend reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum FileIoChoice {
+    /// From the device, through rings if that works here
+    Auto,
+    /// From the device, by threads
+    Threads,
+    /// From the page cache
+    Buffered,
 }
 
 /// In which order ranks visit the shards of a task.
@@ -41,6 +53,7 @@ pub(crate) struct Spec {
     pub(crate) shard_bytes: u64,
     pub(crate) backend: BackendChoice,
     pub(crate) backend_dir: String,
+    pub(crate) file_io: FileIoChoice,
     pub(crate) latency_us: u64,
     pub(crate) backend_depth: u32,
     pub(crate) order: OrderChoice,

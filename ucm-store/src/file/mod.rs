@@ -27,6 +27,7 @@ use std::{
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
+        mpsc,
     },
     thread::JoinHandle,
     time::{Instant, SystemTime, UNIX_EPOCH},
@@ -79,6 +80,8 @@ enum Job {
     Dump(Op),
     Pack(Vec<Op>),
     Touch([u8; 16]),
+    Contains(Vec<Key>, mpsc::SyncSender<Vec<Presence>>),
+    Remove(Vec<Key>, mpsc::SyncSender<Vec<Result<(), StoreError>>>),
 }
 
 /// What threads work with.
@@ -335,6 +338,14 @@ impl FileBackend {
         self.inner.failpoints.add(step, fault);
     }
 
+    /// Lets a thread of the pool ask the device, and waits for it as long as a call may take: a device
+    /// that never answers does not keep the caller.
+    fn ask<T>(&self, job: impl FnOnce(mpsc::SyncSender<T>) -> Job) -> Option<T> {
+        let (answer, answers) = mpsc::sync_channel(1);
+        self.submit(Lane::Load, vec![job(answer)]);
+        answers.recv_timeout(self.inner.watch.breaker.limit()).ok()
+    }
+
     fn submit(&self, lane: Lane, jobs: Vec<Job>) {
         if self.inner.watch.breaker.is_open() {
             return self.inner.end_as(jobs, &unanswered());
@@ -382,14 +393,8 @@ impl Backend for FileBackend {
         if self.inner.watch.breaker.is_open() {
             return vec![Presence::Unknown; keys.len()];
         }
-        let mut known = vec![Presence::Absent; keys.len()];
-        self.inner.packed.add_presence(keys, &mut known);
-        for (key, known) in keys.iter().zip(&mut known) {
-            if *known == Presence::Absent {
-                *known = self.inner.contains(key);
-            }
-        }
-        known
+        let unknown = || vec![Presence::Unknown; keys.len()];
+        self.ask(|answer| Job::Contains(keys.to_vec(), answer)).unwrap_or_else(unknown)
     }
 
     fn touch(&self, blocks: &[[u8; 16]]) -> Result<(), StoreError> {
@@ -408,11 +413,8 @@ impl Backend for FileBackend {
     }
 
     fn remove(&self, keys: &[Key]) -> Vec<Result<(), StoreError>> {
-        if let Err(e) = self.inner.packed.remove(keys) {
-            let error = StoreError::new(ErrorKind::Io, format!("remove from the index: {e}"));
-            return vec![Err(error); keys.len()];
-        }
-        keys.iter().map(|key| self.inner.remove(key)).collect()
+        let late = || vec![Err(unanswered()); keys.len()];
+        self.ask(|answer| Job::Remove(keys.to_vec(), answer)).unwrap_or_else(late)
     }
 }
 
@@ -482,6 +484,13 @@ impl Inner {
                     tracing::debug!(%error, "a touch failed");
                 }
             }
+            // Whoever asked may have left.
+            Job::Contains(keys, answer) => {
+                let _ = answer.send(self.watched(|| self.presence(&keys)));
+            }
+            Job::Remove(keys, answer) => {
+                let _ = answer.send(self.watched(|| self.remove_all(&keys)));
+            }
         }
         Vec::new()
     }
@@ -504,6 +513,8 @@ impl Inner {
                 self.counters.waiting_touches.fetch_sub(1, Ordering::Relaxed);
                 Vec::new()
             }
+            // Their channels say so.
+            Job::Contains(..) | Job::Remove(..) => Vec::new(),
         });
         Op::finish_all(ops.map(|op| (op, Err(error.clone()))));
     }
@@ -606,6 +617,30 @@ impl Inner {
         if let Err(error) = rustix::fs::futimens(file, &times) {
             tracing::debug!(%error, "an object looks older than it is");
         }
+    }
+
+    fn presence(&self, keys: &[Key]) -> Vec<Presence> {
+        if self.failpoints.check(FileStep::Find).is_err() {
+            return vec![Presence::Unknown; keys.len()];
+        }
+        let mut known = vec![Presence::Absent; keys.len()];
+        self.packed.add_presence(keys, &mut known);
+        for (key, known) in keys.iter().zip(&mut known) {
+            if *known == Presence::Absent {
+                *known = self.contains(key);
+            }
+        }
+        known
+    }
+
+    fn remove_all(&self, keys: &[Key]) -> Vec<Result<(), StoreError>> {
+        if let Err(e) =
+            self.failpoints.check(FileStep::Find).and_then(|()| self.packed.remove(keys))
+        {
+            let error = StoreError::new(ErrorKind::Io, format!("remove from the index: {e}"));
+            return vec![Err(error); keys.len()];
+        }
+        keys.iter().map(|key| self.remove(key)).collect()
     }
 
     fn contains(&self, key: &Key) -> Presence {

@@ -99,6 +99,12 @@ impl Tier {
         }
     }
 
+    /// Its name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// How dumps come to this tier.
     pub fn writes(mut self, writes: Writes) -> Self {
         self.writes = writes;

@@ -197,6 +197,32 @@ in_all_ways! {
         }
     }
 
+    /// Broken on purpose: the caller's thread asks (then this test does not end); it waits without a limit.
+    fn a49_questions_end_although_the_device_hangs() {
+        let dir = tempfile::tempdir().unwrap();
+        let settings = config(dir.path(), "model=a").stall_after(Duration::from_millis(300));
+        let backend = FileBackend::open(settings).unwrap();
+        put(&backend, 1, 1000).unwrap();
+        let key = [(block(1), 0)];
+        for remove in [false, true] {
+            let stall = Stall::default();
+            backend.inject(FileStep::Find, FileFault::Stall(stall.clone()));
+            if remove {
+                let error = backend.remove(&key).remove(0).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Unavailable);
+            } else {
+                assert_eq!(backend.contains(&key), [Presence::Unknown]);
+            }
+            stall.wait_for(1);
+            until(|| backend.report().stalled_calls == 1);
+            stall.end();
+            until(|| backend.report().stalled_calls == 0);
+        }
+        // It was removed when the device answered.
+        until(|| backend.contains(&key) == [Presence::Absent]);
+        assert!(backend.remove(&key)[0].is_ok());
+    }
+
     fn a49_a_store_can_be_closed_while_its_device_hangs() {
         let dir = tempfile::tempdir().unwrap();
         let settings = config(dir.path(), "model=a").stall_after(Duration::from_millis(200));
@@ -255,4 +281,59 @@ fn a46_a_neighbour_fills_the_disk() {
     let unmounted = Command::new("umount").arg("-l").arg(base.path()).status().unwrap();
     assert!(unmounted.success());
     result.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+}
+
+/// A real file system on which every write hangs in the kernel.
+///
+/// Broken on purpose: the breaker never opens, or does not close.
+#[test]
+fn a49_a_frozen_file_system() {
+    struct Frozen(PathBuf);
+    impl Drop for Frozen {
+        fn drop(&mut self) {
+            // However the test ends: whoever writes there would hang for ever.
+            let _ = Command::new("fsfreeze").arg("-u").arg(&self.0).output();
+            let _ = Command::new("umount").arg("-l").arg(&self.0).output();
+        }
+    }
+    let base = tempfile::tempdir().unwrap();
+    let (image, dir) = (base.path().join("image"), base.path().join("mounted"));
+    fs::create_dir(&dir).unwrap();
+    fs::File::create(&image).unwrap().set_len(64 << 20).unwrap();
+    let works = |program: &str, arguments: &[&std::ffi::OsStr]| {
+        Command::new(program).args(arguments).output().is_ok_and(|o| o.status.success())
+    };
+    let mounted = works("mkfs.ext4", &["-q".as_ref(), image.as_ref()])
+        && works("mount", &["-o".as_ref(), "loop".as_ref(), image.as_ref(), dir.as_ref()]);
+    if !mounted {
+        println!("SKIP no file system in a file can be mounted here");
+        return;
+    }
+    let frozen = Frozen(dir.clone());
+    let settings = FileConfig::new(&dir, "ns").threads(2).stall_after(Duration::from_millis(300));
+    let backend = FileBackend::open(settings).unwrap();
+    put(&backend, 1, 1 << 20).unwrap();
+    take(&backend, 1, 1 << 20).unwrap();
+    if !works("fsfreeze", &["-f".as_ref(), dir.as_ref()]) {
+        println!("SKIP no file system can be frozen here");
+        return;
+    }
+    let other = tempfile::tempdir().unwrap();
+    let other = FileBackend::open(FileConfig::new(other.path(), "ns")).unwrap();
+    let (sink, mut bytes) = (Collector::new(), vec![0; 1 << 20]);
+    fill_pattern(&mut bytes, &block(2), 0, 0, 1);
+    backend.dump(vec![sink.op_with(block(2), 0, &bytes).1]);
+    until(|| backend.report().stalls == 1);
+    assert_eq!(put(&backend, 3, 1 << 20), Err(ErrorKind::Unavailable));
+    assert_eq!(take(&backend, 1, 1 << 20), Err(ErrorKind::Unavailable));
+    assert_eq!(backend.contains(&[(block(1), 0)]), [Presence::Unknown]);
+    assert_eq!(sink.ended(), 0, "what hangs keeps its memory");
+    put(&other, 4, 1 << 20).unwrap();
+    take(&other, 4, 1 << 20).unwrap();
+    assert!(works("fsfreeze", &["-u".as_ref(), dir.as_ref()]));
+    assert_eq!(sink.wait_one().0, Ok(()));
+    until(|| put(&backend, 3, 1 << 20).is_ok());
+    (1..4).for_each(|n| take(&backend, n, 1 << 20).unwrap());
+    drop(backend);
+    drop(frozen);
 }

@@ -120,7 +120,8 @@ fn a_tier_is_not_asked_again_for_what_it_does_not_have() {
     // Stored here: known at once, and promoted into the tier that did not have it.
     assert_eq!(dump(&stack, 0), Ok(()));
     assert_eq!((load(&stack, 0), load(&stack, 0)), (Ok(()), Ok(())));
-    assert_eq!((misses(), stack.report()[0].hits), (vec![(1, 3), (1, 2)], 1));
+    let first = stack.report().remove(0);
+    assert_eq!((misses(), first.hits, first.promoted), (vec![(1, 3), (1, 2)], 1, 1));
     // Stored by others: known when the time is over.
     assert_eq!(load(&stack, 1), Err(ErrorKind::Missing));
     put(&b, 1);
@@ -129,6 +130,22 @@ fn a_tier_is_not_asked_again_for_what_it_does_not_have() {
     passed.store(1000, Ordering::SeqCst);
     assert_eq!(stack.contains(&[(A, 1)]), [Presence::There]);
     assert_eq!(load(&stack, 1), Ok(()));
+}
+
+/// Broken on purpose: the end of a dump leaves what was said while it was on its way.
+#[test]
+fn a_miss_during_a_dump_does_not_outlive_it() {
+    let (a, gate) = (faulty(), Gate::new());
+    let tiers = vec![tier("a", &a).remember_absent(100, LONG)];
+    let stack = Stack::new(tiers).unwrap();
+    a.add(Rule::new(Fault::StallBefore(gate.clone())).dumps());
+    let sink = Collector::new();
+    stack.dump(vec![sink.op_with(A, 0, &pattern(0)).1]);
+    assert!(gate.wait_held(1, LONG));
+    assert_eq!(load(&stack, 0), Err(ErrorKind::Missing));
+    gate.open();
+    assert_eq!(sink.wait_one().0, Ok(()));
+    assert_eq!(load(&stack, 0), Ok(()));
 }
 
 /// Broken on purpose: a failing tier is asked for ever; it is never tried again; what it would have had
