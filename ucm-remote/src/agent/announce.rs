@@ -1,10 +1,11 @@
 //! What the directory is told: this peer, what it has, and what it has no longer.
 //!
-//! **Invariant:** what could not be told is made up for by telling everything again; nobody else waits
-//! for the directory.
+//! **Invariant:** what could not be told is made up for by telling everything again, and what has gone
+//! meanwhile with it; nobody else waits for the directory.
 
 use std::{
     collections::HashMap,
+    net::SocketAddr,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -67,6 +68,24 @@ pub(super) struct Told {
     registered: Option<Instant>,
     /// Something could not be told.
     behind: bool,
+    /// What has gone and could not be withdrawn: telling everything that is there does not say it.
+    gone: Vec<Change>,
+    /// More has gone than is remembered: only another run takes all records of this one away.
+    overflown: bool,
+    /// Where another run is to be served, as long as that could not be done.
+    serve_at: Option<SocketAddr>,
+}
+
+impl Told {
+    /// These could not be told.
+    fn keep(&mut self, changes: Vec<Change>, limit: usize) {
+        self.behind |= !changes.is_empty();
+        self.gone.extend(changes.into_iter().filter(|change| matches!(change, Change::Gone(..))));
+        if self.gone.len() > limit {
+            self.gone = Vec::new();
+            self.overflown = true;
+        }
+    }
 }
 
 /// Body of the announcer's thread.
@@ -81,6 +100,7 @@ pub(super) fn run(inner: &Arc<Inner>, mut told: Told) {
 impl Inner {
     /// Registers this peer and tells what has changed.
     pub(super) fn announce(&self, told: &mut Told) {
+        self.serve_again(told);
         let Some(member) = self.member() else {
             // A peer that serves nobody has nothing to tell.
             drop(self.medium.medium().take_changes());
@@ -100,8 +120,7 @@ impl Inner {
                 }
                 Err(DirectoryError::Refused(why)) => {
                     tracing::warn!(%why, "the directory refuses this run; it begins a new one");
-                    self.serve_anew();
-                    *told = Told { behind: true, ..Told::default() };
+                    self.begin_run(told);
                     return;
                 }
                 Err(error) => {
@@ -113,21 +132,31 @@ impl Inner {
         }
         let medium = self.medium.medium();
         // In this order: what changes in between is told twice, not never.
-        let changes = medium.take_changes();
-        let changes = if told.behind && told.registered.is_some() {
-            told.behind = false;
-            medium.all_stored()
-        } else {
-            changes
-        };
+        let mut changes = medium.take_changes();
+        let limit = self.options.withdrawals;
         if told.registered.is_none() {
             self.announcer.lost.fetch_add(changes.len() as u64, Ordering::Relaxed);
-            told.behind |= !changes.is_empty();
+            told.keep(changes, limit);
             return;
+        }
+        if told.overflown {
+            tracing::warn!(
+                limit,
+                "more objects have gone untold than are remembered: another run begins"
+            );
+            self.begin_run(told);
+            return;
+        }
+        if told.behind {
+            told.behind = false;
+            changes.retain(|change| matches!(change, Change::Gone(..)));
+            changes.append(&mut told.gone);
+            changes.extend(medium.all_stored());
         }
         if let Err(error) = self.tell(&member, &changes) {
             tracing::debug!(%error, "the directory did not take an announcement");
             self.announcer.lost.fetch_add(changes.len() as u64, Ordering::Relaxed);
+            told.keep(changes, limit);
             told.behind = true;
             told.registered = None;
         }
@@ -179,21 +208,33 @@ impl Inner {
         Some(member)
     }
 
-    /// Serves at the same address as another run.
-    fn serve_anew(&self) {
+    /// Ends this run, and serves at the same address as another one.
+    fn begin_run(&self, told: &mut Told) {
         let old = lock(&self.server).take();
-        let Some(old) = old else { return };
-        let address = old.address();
+        // Another run has nothing to take back.
+        let serve_at = old.as_ref().map(TcpServer::address);
+        *told = Told { behind: true, serve_at, ..Told::default() };
         drop(old);
+        self.serve_again(told);
+        // It registers at once.
+        self.announcer.ring();
+    }
+
+    /// Serves where that could not be done; tried again with every heartbeat.
+    fn serve_again(&self, told: &mut Told) {
+        let Some(address) = told.serve_at else { return };
         match self.serve(address) {
-            Ok(server) => *lock(&self.server) = Some(server),
-            Err(error) => tracing::error!(%error, "this peer serves nobody any more"),
+            Ok(server) => {
+                *lock(&self.server) = Some(server);
+                told.serve_at = None;
+            }
+            Err(error) => tracing::warn!(%error, %address, "this peer serves nobody for now"),
         }
     }
 
     pub(super) fn serve(
         &self,
-        address: std::net::SocketAddr,
+        address: SocketAddr,
     ) -> Result<TcpServer, ucm_transport::TransferError> {
         let config: TcpServerConfig = self.options.server.clone();
         let announcer = Arc::clone(&self.announcer);

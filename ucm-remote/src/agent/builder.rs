@@ -59,6 +59,7 @@ pub(super) struct Options {
     pub(super) heartbeat: Duration,
     pub(super) negative: Duration,
     pub(super) pulls: usize,
+    pub(super) withdrawals: usize,
     pub(super) lend: Duration,
     pub(super) arena_page_bytes: u64,
     /// Where objects are put, and on how many peers; here only, without.
@@ -100,6 +101,7 @@ impl Agent {
             heartbeat: Duration::from_millis(500),
             negative: Duration::from_millis(20),
             pulls: 4096,
+            withdrawals: 65_536,
             lend: Duration::from_secs(30),
             arena_page_bytes: 4096,
             placement: None,
@@ -167,6 +169,14 @@ impl AgentBuilder {
     /// Objects that wait to be completed in the background; more are dropped and counted. Default 4,096.
     pub fn pulls(mut self, objects: usize) -> Self {
         self.options.pulls = objects;
+        self
+    }
+
+    /// Objects that went while the directory could not be told, and that are withdrawn when it can. When
+    /// there were more, this peer begins a new run, which takes all that it had announced away. Default
+    /// 65,536, at 72 bytes each.
+    pub fn withdrawals(mut self, objects: usize) -> Self {
+        self.options.withdrawals = objects;
         self
     }
 

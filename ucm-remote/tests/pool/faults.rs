@@ -1,11 +1,11 @@
-//! F: peers that die, hang, restart, evict; a directory that is away; and everything at random.
+//! F: peers that die, hang, restart, evict; and everything at random.
 //!
 //! Mutants, each seen to fail a test here: a lease that has run out is believed; another run at the same
-//! address is taken for the one that was asked for; a directory that came back empty is not told everything.
+//! address is taken for the one that was asked for.
 
 use std::{
     sync::{
-        Arc, RwLock,
+        Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
@@ -13,8 +13,8 @@ use std::{
 };
 
 use ucm_remote::{
-    ByHash, Directory, DirectoryError, EmbeddedDirectory, Epoch, GetOutcome, Medium as _, Member,
-    ObjectKey, PeerId, Placement, PutOutcome, Record, RemotePool as _, Token,
+    Directory, EmbeddedDirectory, GetOutcome, Medium as _, Member, PeerId, PutOutcome, Record,
+    RemotePool as _, Token,
 };
 
 use crate::kit::{
@@ -264,112 +264,6 @@ fn f4_of_what_is_read_together_the_shortest_lease_decides() {
     assert!(second[1].is_untouched());
     if outcomes[0].is_served() {
         second[0].check(2, 1);
-    }
-}
-
-/// A directory that can be away, and come back with nothing.
-#[derive(Debug)]
-struct Flaky {
-    inner: RwLock<Arc<EmbeddedDirectory>>,
-    away: AtomicBool,
-}
-
-impl Flaky {
-    fn now(&self) -> Result<Arc<EmbeddedDirectory>, DirectoryError> {
-        if self.away.load(Ordering::SeqCst) {
-            return Err(DirectoryError::Unavailable("the test says so".into()));
-        }
-        Ok(Arc::clone(&self.inner.read().unwrap()))
-    }
-}
-
-impl Directory for Flaky {
-    fn epoch(&self, deadline: Instant) -> Result<Epoch, DirectoryError> {
-        self.now()?.epoch(deadline)
-    }
-
-    fn locate(
-        &self,
-        keys: &[ObjectKey],
-        deadline: Instant,
-    ) -> Result<Vec<Vec<Record>>, DirectoryError> {
-        self.now()?.locate(keys, deadline)
-    }
-
-    fn announce(
-        &self,
-        records: &[(ObjectKey, Record)],
-        deadline: Instant,
-    ) -> Result<(), DirectoryError> {
-        self.now()?.announce(records, deadline)
-    }
-
-    fn withdraw(
-        &self,
-        records: &[(ObjectKey, Record)],
-        deadline: Instant,
-    ) -> Result<(), DirectoryError> {
-        self.now()?.withdraw(records, deadline)
-    }
-
-    fn register(&self, member: &Member, deadline: Instant) -> Result<Epoch, DirectoryError> {
-        self.now()?.register(member, deadline)
-    }
-
-    fn remove_peer(
-        &self,
-        peer: &PeerId,
-        boot: Token,
-        deadline: Instant,
-    ) -> Result<(), DirectoryError> {
-        self.now()?.remove_peer(peer, boot, deadline)
-    }
-
-    fn members(&self, deadline: Instant) -> Result<Vec<Member>, DirectoryError> {
-        self.now()?.members(deadline)
-    }
-
-    fn place(
-        &self,
-        objects: &[(ObjectKey, u64)],
-        deadline: Instant,
-    ) -> Result<Vec<Placement>, DirectoryError> {
-        self.now()?.place(objects, deadline)
-    }
-}
-
-#[test]
-fn f5_without_a_directory_what_is_known_goes_on_and_later_all_is_told_again() {
-    let flaky = Arc::new(Flaky { inner: RwLock::new(directory()), away: AtomicBool::new(false) });
-    let start = |name, pages, placed: bool| {
-        let setup = Setup::new(name, pages).with(move |b| {
-            let b = b.prefetch(false).heartbeat(Duration::from_millis(2));
-            if placed { b.placement(Arc::new(ByHash), 1) } else { b }
-        });
-        setup.start_with(Arc::clone(&flaky) as _)
-    };
-    let (owner, reader, placed) =
-        (start("owner", 16, false), start("reader", 16, false), start("placed", 16, true));
-    let first = Arc::clone(&flaky.inner.read().unwrap());
-    owner.publish(&first, 1, 0, 8192);
-    owner.publish(&first, 2, 0, 8192);
-    assert!(reader.get(1, 0, 8192, &[range(0, 8192)]).is_served());
-    assert!(reader.get(2, 0, 8192, &[range(0, 100)]).is_served());
-    reader.agent.forget_parts();
-    flaky.away.store(true, Ordering::SeqCst);
-    assert_eq!(reader.get(1, 0, 8192, &[range(0, 8192)]), GetOutcome::Local);
-    assert_eq!(reader.get(2, 0, 8192, &[range(50, 100)]), GetOutcome::Remote, "a cached route");
-    assert_eq!(reader.get(3, 0, 8192, &[range(0, 1)]), GetOutcome::PeerDown, "not a miss");
-    assert_eq!(placed.put(9, 0, 100), PutOutcome::PeerDown);
-    // What is stored meanwhile is told later.
-    assert_eq!(owner.put(3, 0, 8192), PutOutcome::Created);
-    let second = directory();
-    assert_ne!(second.epoch(soon()), first.epoch(soon()), "it has forgotten everything");
-    *flaky.inner.write().unwrap() = Arc::clone(&second);
-    flaky.away.store(false, Ordering::SeqCst);
-    (1..=3).for_each(|number| owner.wait_told(&second, number));
-    for number in 1..=3 {
-        assert!(reader.get(number, 0, 8192, &[range(0, 8192)]).is_served());
     }
 }
 

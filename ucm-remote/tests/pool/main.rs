@@ -7,6 +7,7 @@
 
 #![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a test may panic")]
 
+mod announce;
 mod backend;
 mod faults;
 mod install;
