@@ -103,7 +103,10 @@ impl Inner {
         self.serve_again(told);
         let Some(member) = self.member() else {
             // A peer that serves nobody has nothing to tell.
-            drop(self.medium.medium().take_changes());
+            let changes = self.medium.medium().take_changes();
+            if told.serve_at.is_some() {
+                self.announcer.lost.fetch_add(changes.len() as u64, Ordering::Relaxed);
+            }
             return;
         };
         let due = told.registered.is_none_or(|at| at.elapsed() >= self.options.heartbeat);

@@ -214,8 +214,10 @@ fn a_peer_that_could_not_serve_tries_again() {
     owner.publish(&first, 1, 0, 8192);
     *flaky.refuse.lock().unwrap() = Some(|| limit_descriptors(3));
     eventually("it serves nobody", || owner.agent.boot().is_none());
-    // Stored meanwhile.
+    // Stored meanwhile; when that is lost, the next run could not be served.
+    let lost = owner.agent.stats().lost_announcements;
     assert_eq!(owner.put(2, 0, 8192), PutOutcome::Created);
+    eventually("nobody is told", || owner.agent.stats().lost_announcements > lost);
     limit_descriptors(1024);
     eventually("it serves again", || owner.agent.boot().is_some_and(|new| Some(new) != boot));
     (1..=2).for_each(|number| owner.wait_told(&first, number));
