@@ -26,6 +26,9 @@ use budget::Budget;
 use record::{Clock, Record, add};
 use tier::Running;
 
+/// How long dropping waits for what is to be written back.
+const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+
 type Key = ([u8; 16], u32);
 
 /// Bytes of promotions that may be in flight.
@@ -49,7 +52,7 @@ const WRITE_BACK_BYTES: u64 = 256 << 20;
 /// A tier that fails is passed over for a while, and one that said a moment ago that it does not have an
 /// object is not asked again, if it is set so ([`Tier`]).
 ///
-/// Dropping the stack drops the tiers; operations that a tier then ends with a failure are not
+/// Dropping the stack waits up to 5 s for what is to be written back, then drops the tiers; operations that a tier then ends with a failure are not
 /// passed on any more.
 #[derive(Debug)]
 pub struct Stack {
@@ -118,6 +121,15 @@ impl Stack {
     #[must_use]
     pub fn report(&self) -> Vec<TierReport> {
         self.inner.tiers.iter().map(|r| r.record.report(&r.tier.name)).collect()
+    }
+}
+
+impl Drop for Stack {
+    fn drop(&mut self) {
+        let left = self.wait_written(CLOSE_WITHIN);
+        if left > 0 {
+            tracing::error!(bytes = left, "a stack is closed before all was written back");
+        }
     }
 }
 

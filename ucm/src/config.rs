@@ -159,8 +159,16 @@ pub struct BackendConfig {
     /// When a dump counts as stored: "none", "close" or "fsync".
     pub durability: DurabilityKind,
     /// Bytes that each pool may take in `dir`, as its file system counts them; 0: no limit. Above it, what
-    /// was used longest ago goes.
+    /// was used longest ago goes. Of each directory, if there are several.
     pub quota_bytes: u64,
+    /// Directories on further disks: each block lives in one of them, or in `dir`.
+    pub more_dirs: Vec<PathBuf>,
+    /// Object store below the files, or alone if `kind` is "none": `s3://bucket/prefix`, `gs://bucket/prefix`,
+    /// `az://container/prefix` or `file:///directory`. Credentials come from the environment. Needs the
+    /// feature `object-store`. Empty: none.
+    pub object_url: String,
+    /// Whether a dump waits for the object store ("through"), or ends with the files ("back").
+    pub object_writes: ObjectWrites,
 }
 
 /// Queues of each rank.
@@ -324,6 +332,16 @@ choice! {
 }
 
 choice! {
+    /// How dumps come to the object store.
+    ObjectWrites {
+        /// A dump ends when it is there, too.
+        Through = "through",
+        /// A dump ends with the tier above; a crash may lose what was not written yet.
+        Back = "back",
+    } default Through
+}
+
+choice! {
     /// Order of visits.
     OrderKind {
         /// Each rank starts at another shard.
@@ -472,6 +490,15 @@ impl Config {
         }
         if self.backend.kind == BackendKind::File && self.backend.dir.as_os_str().is_empty() {
             return bad("backend.kind is \"file\" but backend.dir is empty".into());
+        }
+        if self.backend.kind != BackendKind::File && !self.backend.more_dirs.is_empty() {
+            return bad("backend.more_dirs is set, but backend.kind is not \"file\"".into());
+        }
+        if !self.backend.object_url.is_empty() && !cfg!(feature = "object-store") {
+            return bad(format!(
+                "backend.object_url is {:?}, but this program was built without the feature object-store",
+                self.backend.object_url
+            ));
         }
         if self.cache.dir.as_os_str().is_empty()
             && (self.cache.name.is_empty()

@@ -20,8 +20,8 @@ mod slots;
 
 pub use config::{
     AxisConfig, BackendConfig, BackendKind, CacheConfig, Config, DurabilityKind, NamespaceConfig,
-    OrderKind, Pages, PlacementKind, PoolConfig, QueueConfig, RemoteConfig, SchedulerFirst,
-    SocketKind,
+    ObjectWrites, OrderKind, Pages, PlacementKind, PoolConfig, QueueConfig, RemoteConfig,
+    SchedulerFirst, SocketKind,
 };
 pub use error::{Error, ErrorKind};
 pub use node::{Inspected, Node, NodeBuilder, RankBuilder, expel, inspect};

@@ -37,6 +37,22 @@ fn a_dump_does_not_wait_for_what_is_written_back() {
     assert_eq!((report.dumps, report.dump_bytes, report.dump_failures), (1, LEN as u64, 1));
 }
 
+/// Broken on purpose: dropping the stack does not wait.
+#[test]
+fn dropping_the_stack_waits_for_what_is_written_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = || FileConfig::new(dir.path(), "ns").threads(1);
+    let files = Tier::new("files", Arc::new(FileBackend::open(config()).unwrap()));
+    let stack = Stack::new(vec![tier("a", &faulty()), files.writes(Writes::Back)]).unwrap();
+    let (sink, bytes) = (Collector::new(), vec![7; 300_000]);
+    stack.dump((0..50).map(|shard| sink.op_with(A, shard, &bytes).1).collect());
+    assert!(sink.wait(50).into_values().all(|c| c.result.is_ok()));
+    drop(stack);
+    let keys: Vec<Key> = (0..50).map(|shard| (A, shard)).collect();
+    let files = FileBackend::open(config()).unwrap();
+    assert_eq!(files.contains(&keys), [Presence::There; 50]);
+}
+
 /// Broken on purpose: copies are not bounded; what finds no room is left out.
 #[test]
 fn what_finds_no_room_among_the_copies_is_written_through() {
