@@ -29,6 +29,8 @@ use crate::{
 
 /// How often another agent is looked for while this one is not there.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// How long another agent may take to answer.
+const LOOK: Duration = Duration::from_secs(1);
 /// Bytes that are copied at a time: they stay in the caches of a core.
 const COPY: usize = 64 << 10;
 
@@ -168,7 +170,11 @@ impl Backend for PoolBackend {
     fn contains(&self, keys: &[([u8; 16], u32)]) -> Vec<Presence> {
         let keys: Vec<ObjectKey> =
             keys.iter().map(|(block, shard)| self.shared.key(block, *shard)).collect();
-        let said = self.shared.node().exists(&keys, self.shared.deadline());
+        let node = self.shared.node();
+        let said = node.exists(&keys, self.shared.deadline());
+        if said.contains(&Err(GetOutcome::PeerDown)) {
+            self.shared.look_for_another(&*node);
+        }
         said.into_iter()
             .map(|said| match said {
                 Ok(Some(_)) => Presence::There,
@@ -265,7 +271,7 @@ impl Shared {
             return;
         }
         if node.is_over()
-            && let Ok(next) = Rank::connect(path)
+            && let Ok(next) = Rank::connect_by(path, Instant::now() + LOOK)
         {
             *self.node.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(next);
         }
@@ -294,6 +300,15 @@ impl Shared {
             }
         };
         let (kind, op, until) = first;
+        if until <= Instant::now() {
+            drop(queue);
+            // Others wait behind it: an agent that does not answer is not asked for each.
+            op.finish(error(
+                ErrorKind::Unavailable,
+                "the pool: it waited too long to be asked for",
+            ));
+            return true;
+        }
         if kind == Kind::Dump {
             drop(queue);
             let node = self.node();
@@ -328,6 +343,8 @@ impl Shared {
             }
         });
         let node = self.node();
+        // Of the call, should the agent end meanwhile.
+        let memory = node.segments();
         let mut call = node.call(wants.collect(), until);
         let mut is_down = false;
         let mut loads: Vec<Loading> = ops
@@ -342,19 +359,19 @@ impl Shared {
                 Happened::Ready(delivered) => {
                     let Some(load) = loads.get_mut(delivered.index) else { continue };
                     if let Some(op) = &load.op {
-                        load.failed |= copy_out(&*node, &delivered, op.memory()).is_none();
+                        load.failed |= copy_out(&memory, &delivered, op.memory()).is_none();
                     }
                     let (last, outcome) = (delivered.last, delivered.outcome);
                     // The pages go before anybody is told.
                     drop(delivered);
                     if last {
-                        self.end(load, outcome);
+                        self.end(load, outcome, until);
                     }
                 }
                 Happened::Ended(index, outcome) => {
                     is_down |= outcome == GetOutcome::PeerDown;
                     if let Some(load) = loads.get_mut(index) {
-                        self.end(load, outcome);
+                        self.end(load, outcome, until);
                     }
                 }
             }
@@ -365,23 +382,29 @@ impl Shared {
         }
     }
 
-    fn end(&self, load: &mut Loading, outcome: GetOutcome) {
+    fn end(&self, load: &mut Loading, outcome: GetOutcome, until: Instant) {
         let Some(op) = load.op.take() else { return };
         let result = if load.failed && outcome.is_served() {
             error(ErrorKind::Io, "the node's pages could not be copied")
         } else {
-            self.loaded(&load.key, op.memory().len() as u64, outcome)
+            self.loaded(&load.key, op.memory().len() as u64, outcome, until)
         };
         op.finish(result);
     }
 
-    fn loaded(&self, key: &ObjectKey, len: u64, outcome: GetOutcome) -> Result<(), StoreError> {
+    fn loaded(
+        &self,
+        key: &ObjectKey,
+        len: u64,
+        outcome: GetOutcome,
+        until: Instant,
+    ) -> Result<(), StoreError> {
         match outcome {
             GetOutcome::Local | GetOutcome::Remote | GetOutcome::Joined => Ok(()),
             GetOutcome::Miss => error(ErrorKind::Missing, "no peer has it"),
             GetOutcome::Stale => {
                 // Gone, or of another length: only the second is somebody's mistake.
-                let said = self.node().exists(&[*key], self.deadline()).pop();
+                let said = self.node().exists(&[*key], until).pop();
                 match said {
                     Some(Ok(Some(there))) if there != len => error(
                         ErrorKind::Corrupt,
@@ -405,10 +428,11 @@ impl Shared {
     fn put(&self, node: &dyn Node, op: &Op, until: Instant) -> PutOutcome {
         let len = op.memory().len() as u64;
         let key = self.key(op.block(), op.shard());
+        let memory = node.segments();
         match node.begin_put(&key, len, until) {
             Ok(put) => {
                 let mut buffer = vec![0; COPY.min(op.memory().len())];
-                let copied = pieces(node, put.pages(), 0, len, |memory, to, before, count| {
+                let copied = pieces(&memory, put.pages(), 0, len, |memory, to, before, count| {
                     let buffer = buffer.get_mut(..count)?;
                     op.memory().read(before, buffer).ok()?;
                     memory.write(to, buffer).ok()
@@ -440,12 +464,12 @@ fn dumped(outcome: PutOutcome, len: usize) -> Result<(), StoreError> {
 }
 
 /// From the node's pages into the operation's memory.
-fn copy_out(node: &dyn Node, delivered: &Delivered, to: &IoMemory) -> Option<()> {
+fn copy_out(memory: &[Memory], delivered: &Delivered, to: &IoMemory) -> Option<()> {
     let len = to.len() as u64;
     let mut buffer = vec![0; COPY.min(to.len())];
     let mut copy = |at: u64, len: u64, place: u64| {
         let place = usize::try_from(place).ok()?;
-        pieces(node, &delivered.pages, at, len, |memory, from, before, count| {
+        pieces(memory, &delivered.pages, at, len, |memory, from, before, count| {
             let buffer = buffer.get_mut(..count)?;
             memory.read(from, buffer).ok()?;
             to.write(place + before, buffer).ok()
@@ -462,7 +486,7 @@ fn copy_out(node: &dyn Node, delivered: &Delivered, to: &IoMemory) -> Option<()>
 
 /// Pieces of at most [`COPY`] bytes of a range of pages: memory, place in it, bytes before, count.
 fn pieces(
-    node: &dyn Node,
+    segments: &[Memory],
     pages: &PageList,
     offset: u64,
     len: u64,
@@ -472,7 +496,7 @@ fn pieces(
     let walked = walk(pages, ByteRange { offset, len }, |fragment| {
         let mut copy = || {
             let index = usize::try_from(fragment.addr.region.index).ok()?;
-            let memory = node.segments().get(index)?;
+            let memory = segments.get(index)?;
             let from = usize::try_from(fragment.addr.offset).ok()?;
             let before = usize::try_from(fragment.before).ok()?;
             let count = usize::try_from(fragment.len).ok()?;

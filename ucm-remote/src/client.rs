@@ -44,6 +44,8 @@ struct Copies<'a> {
     lane: Arc<dyn TransferEngine>,
     flying: HashMap<Ticket, Vec<(usize, Vec<Transfer>)>>,
     ended: Vec<Completion>,
+    /// Something of the arena may still be held.
+    lent: bool,
 }
 
 /// What is copied for one key, and what must live until that has ended.
@@ -51,6 +53,8 @@ struct Copy {
     index: usize,
     items: Vec<Transfer>,
     hold: Hold,
+    /// From the arena.
+    lent: bool,
 }
 
 /// Bytes of one plan of copies, about: what is ready together is copied together, but a reader of the
@@ -62,10 +66,10 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// The node's agent, as its clients know it.
 pub(crate) trait Node: fmt::Debug + Send + Sync {
-    /// The medium's segments and the arena.
-    fn segments(&self) -> &[Memory];
+    /// The medium's segments and the arena; none when the agent has ended.
+    fn segments(&self) -> Arc<[Memory]>;
 
-    /// Another agent answers in its place, with other memory.
+    /// The agent has ended; another one has other memory.
     fn is_over(&self) -> bool {
         false
     }
@@ -127,8 +131,8 @@ pub(crate) trait Begun {
 }
 
 impl Node for Arc<Inner> {
-    fn segments(&self) -> &[Memory] {
-        Inner::segments(self)
+    fn segments(&self) -> Arc<[Memory]> {
+        Arc::clone(Inner::segments(self))
     }
 
     fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events> {
@@ -203,21 +207,33 @@ impl Begun for Arc<Put> {
 
 impl PoolClient {
     /// The client of a rank in a process of its own: connects to the agent that serves ranks at `path`, and
-    /// maps the node's memory. Takes over the completions of `engine`.
+    /// maps the node's memory, until that agent has ended. Takes over the completions of `engine`.
     ///
     /// # Errors
     /// `PeerDown` when no agent of this version answers, `Registration` when its memory cannot be mapped,
     /// and as [`TransferEngine::register`].
     pub fn connect(path: &Path, engine: Arc<dyn TransferEngine>) -> Result<Self, TransferError> {
-        Self::new(Box::new(Rank::connect(path)?), engine)
+        let rank = Rank::connect(path)?;
+        let client = Self::new(Box::new(rank.clone()), Arc::clone(&engine))?;
+        let segments = client.segments.clone();
+        rank.when_over(move || {
+            for region in segments {
+                // What is being copied holds its memory.
+                if let Err(error) = engine.deregister(region) {
+                    tracing::warn!(%error, "a segment of an agent that has ended stays mapped");
+                }
+            }
+        });
+        Ok(client)
     }
 
     pub(crate) fn new(
         node: Box<dyn Node>,
         engine: Arc<dyn TransferEngine>,
     ) -> Result<Self, TransferError> {
-        let mut segments = Vec::with_capacity(node.segments().len());
-        for memory in node.segments() {
+        let memory = node.segments();
+        let mut segments = Vec::with_capacity(memory.len());
+        for memory in &*memory {
             match engine.register(memory.clone()) {
                 Ok(region) => segments.push(region),
                 Err(error) => {
@@ -255,7 +271,13 @@ impl PoolClient {
         let mut call = self.node.call(wants.collect(), deadline);
         let mut copies = self.copies();
         let mut keys: Vec<Progress> = vec![Progress::default(); requests.len()];
-        while let Some(first) = call.next() {
+        while let Some(first) = call.next_at_hand().or_else(|| {
+            if copies.lent {
+                // The round that is waited for may need what has been copied.
+                copies.finish(|index, good| self.copied(index, good, &mut keys, &mut ended));
+            }
+            call.next()
+        }) {
             let (mut together, mut bytes, mut next) = (Vec::new(), 0, Some(first));
             while let Some(event) = next {
                 match event {
@@ -268,13 +290,14 @@ impl PoolClient {
                     Happened::Ready(delivery) => {
                         let index = delivery.index;
                         let items = requests.get(index).and_then(|r| self.items(r, &delivery));
+                        let lent = !delivery.parts.is_empty();
                         if let Some(key) = keys.get_mut(index) {
                             key.end = delivery.last.then_some(delivery.outcome);
                             match items {
                                 Some(items) => {
                                     key.copying += 1;
                                     bytes += items.iter().map(|item| item.len).sum::<u64>();
-                                    together.push(Copy { index, items, hold: delivery.hold });
+                                    together.push(Copy { index, items, hold: delivery.hold, lent });
                                 }
                                 None => key.failed = true,
                             }
@@ -284,28 +307,24 @@ impl PoolClient {
                 }
                 next = if bytes < COPIED_TOGETHER { call.next_at_hand() } else { None };
             }
-            copies.start(together, |index| {
-                if let Some(key) = keys.get_mut(index) {
-                    key.copying -= 1;
-                    key.failed = true;
-                }
-                self.tell(index, &mut keys, &mut ended);
-            });
-            copies.look(|index, good| {
-                if let Some(key) = keys.get_mut(index) {
-                    key.copying -= 1;
-                    key.failed |= !good;
-                }
-                self.tell(index, &mut keys, &mut ended);
-            });
+            copies.start(together, |index| self.copied(index, false, &mut keys, &mut ended));
+            copies.look(|index, good| self.copied(index, good, &mut keys, &mut ended));
         }
-        copies.finish(|index, good| {
-            if let Some(key) = keys.get_mut(index) {
-                key.copying -= 1;
-                key.failed |= !good;
-            }
-            self.tell(index, &mut keys, &mut ended);
-        });
+        copies.finish(|index, good| self.copied(index, good, &mut keys, &mut ended));
+    }
+
+    fn copied(
+        &self,
+        index: usize,
+        good: bool,
+        keys: &mut [Progress],
+        ended: &mut impl FnMut(usize, GetOutcome),
+    ) {
+        if let Some(key) = keys.get_mut(index) {
+            key.copying -= 1;
+            key.failed |= !good;
+        }
+        self.tell(index, keys, ended);
     }
 
     fn tell(&self, index: usize, keys: &mut [Progress], ended: &mut impl FnMut(usize, GetOutcome)) {
@@ -315,7 +334,8 @@ impl PoolClient {
             && let Some(outcome) = key.end.take()
         {
             let failed = key.failed && outcome.is_served();
-            ended(index, if failed { GetOutcome::Failed } else { outcome });
+            let why = if self.node.is_over() { GetOutcome::PeerDown } else { GetOutcome::Failed };
+            ended(index, if failed { why } else { outcome });
         }
     }
 
@@ -367,7 +387,13 @@ impl PoolClient {
     }
 
     fn copies(&self) -> Copies<'_> {
-        Copies { client: self, lane: self.engine.lane(), flying: HashMap::new(), ended: Vec::new() }
+        Copies {
+            client: self,
+            lane: self.engine.lane(),
+            flying: HashMap::new(),
+            ended: Vec::new(),
+            lent: false,
+        }
     }
 }
 
@@ -381,7 +407,8 @@ struct Progress {
 
 /// Copies of keys, taken from a plan that was made of them.
 fn joined(parts: Vec<(usize, Vec<Transfer>)>, holds: Vec<Hold>) -> Vec<Copy> {
-    let copy = |((index, items), hold)| Copy { index, items, hold };
+    // Whether they are lent has been noted.
+    let copy = |((index, items), hold)| Copy { index, items, hold, lent: false };
     parts.into_iter().zip(holds).map(copy).collect()
 }
 
@@ -408,7 +435,8 @@ impl Copies<'_> {
             return Ok(());
         }
         let (mut parts, mut holds) = (Vec::with_capacity(copies.len()), Vec::new());
-        for Copy { index, items, hold } in copies {
+        for Copy { index, items, hold, lent } in copies {
+            self.lent |= lent;
             parts.push((index, items));
             holds.push(hold);
         }
@@ -454,6 +482,7 @@ impl Copies<'_> {
             let _ = self.lane.quiesce(Quiesce::All, Instant::now() + LONG);
             self.look(&mut ended);
         }
+        self.lent = false;
     }
 }
 
@@ -511,7 +540,7 @@ impl PoolClient {
         }
         let mut copies = self.copies();
         let mut good = true;
-        let copy = Copy { index: 0, items, hold: put.hold() };
+        let copy = Copy { index: 0, items, hold: put.hold(), lent: false };
         copies.start(vec![copy], |_| good = false);
         copies.finish(|_, ended_well| good &= ended_well);
         if good { put.commit(deadline) } else { PutOutcome::Failed }

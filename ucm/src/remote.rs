@@ -10,14 +10,14 @@ mod visitor;
 use std::{
     fmt,
     net::{SocketAddr, ToSocketAddrs as _},
-    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use rustix::fs::{FlockOperation, Mode, OFlags, flock, open};
-use ucm_data::{PageTier, Segments, SegmentsConfig};
+use ucm_data::{PageTier, Segments, SegmentsConfig, SharedFd};
 use ucm_remote::{
     Agent, AgentStats, ByHash, Directory, DirectoryClient, DirectoryServer, EmbeddedDirectory,
     EmbeddedLimits, HostMedium, LocalFirst, MostFree, PagedLimits, PeerId, PlacementStrategy,
@@ -30,13 +30,17 @@ use crate::{
     metrics::{self, MetricsServer},
 };
 
+/// How long memory of the peer before is waited for: far longer than its ranks need to hear of its end.
+const FREED: Duration = Duration::from_secs(10);
+
 /// Serves this node's memory to the ranks of the node and to other nodes. Dropping it leaves the pool.
 pub struct Peer {
     // In this order: the agent says goodbye to the directory, the lock goes last.
     metrics: Option<MetricsServer>,
     agent: Arc<Agent>,
     directory: Option<DirectoryServer>,
-    _lock: Option<OwnedFd>,
+    /// Dead in a forked child: it keeps no seat.
+    _lock: Option<SharedFd>,
 }
 
 impl Peer {
@@ -60,15 +64,18 @@ impl Peer {
             true => None,
             false => Some(take_over(&remote.socket, standby)?),
         };
+        let (lock, patience) = lock.unzip();
+        let until = Instant::now() + patience.unwrap_or_default();
         let (directory, server) = directory(remote, &secret)?;
-        let medium = shared("remote.bytes", remote.bytes, remote.page_bytes)?;
+        let medium = when_free(until, || shared("remote.bytes", remote.bytes, remote.page_bytes))?;
         let medium = HostMedium::shared(&medium, PagedLimits::new(remote.page_bytes))
             .map_err(|error| Error::Config(format!("remote.page_bytes, remote.bytes: {error}")))?;
         let me = PeerId::new(&name(remote));
         let mut builder =
             Agent::builder(me.clone(), medium, directory, secret).prefetch(remote.prefetch);
         if remote.arena_bytes > 0 {
-            let arena = shared("remote.arena_bytes", remote.arena_bytes, remote.arena_bytes)?;
+            let bytes = remote.arena_bytes;
+            let arena = when_free(until, || shared("remote.arena_bytes", bytes, bytes))?;
             builder = builder.shared_arena(arena);
         }
         if !remote.listen.is_empty() {
@@ -139,8 +146,24 @@ fn refused(error: ucm_remote::AgentError) -> Error {
     }
 }
 
-/// The lock of the node's agent.
-fn take_over(socket: &Path, standby: bool) -> Result<OwnedFd, Error> {
+/// Memory of the peer before goes when its ranks have heard of its end, which takes them a moment.
+fn when_free(
+    until: Instant,
+    make: impl Fn() -> Result<Segments, Error>,
+) -> Result<Segments, Error> {
+    loop {
+        match make() {
+            Err(error) if !matches!(error, Error::Config(_)) && Instant::now() < until => {
+                tracing::debug!(%error, "memory is not free yet");
+                thread::sleep(Duration::from_millis(20));
+            }
+            made => return made,
+        }
+    }
+}
+
+/// The lock of the node's agent, and how long its memory may take to become free.
+fn take_over(socket: &Path, standby: bool) -> Result<(SharedFd, Duration), Error> {
     let mut path = socket.as_os_str().to_owned();
     path.push(".lock");
     let path = PathBuf::from(path);
@@ -148,9 +171,11 @@ fn take_over(socket: &Path, standby: bool) -> Result<OwnedFd, Error> {
         Error::os(format!("lock {}", path.display()), std::io::Error::from(error))
     };
     let flags = OFlags::CREATE | OFlags::RDWR | OFlags::CLOEXEC;
-    let fd = open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?;
+    let fd = SharedFd::from(open(&path, flags, Mode::RUSR | Mode::WUSR).map_err(failed)?);
     match flock(&fd, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => return Ok(fd),
+        // The socket of a clean end is not there any more.
+        Ok(()) if !socket.exists() => return Ok((fd, Duration::ZERO)),
+        Ok(()) => return Ok((fd, FREED)),
         Err(rustix::io::Errno::WOULDBLOCK) if standby => {}
         Err(rustix::io::Errno::WOULDBLOCK) => {
             let what = format!(
@@ -164,7 +189,7 @@ fn take_over(socket: &Path, standby: bool) -> Result<OwnedFd, Error> {
     tracing::info!(path = %path.display(), "waits until the peer of this node has ended");
     loop {
         match flock(&fd, FlockOperation::LockExclusive) {
-            Ok(()) => return Ok(fd),
+            Ok(()) => return Ok((fd, FREED)),
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(failed(error)),
         }

@@ -23,6 +23,7 @@ use super::{
     routes::Routes,
     source::Ended,
     table::Table,
+    touch::{self, Toucher},
 };
 use crate::{Directory, HostMedium, PeerId, PlacementStrategy, Token, service::Links};
 
@@ -216,7 +217,7 @@ impl AgentBuilder {
         self
     }
 
-    /// Starts the agent: two threads of its own, and those of its engine and server. When this returns,
+    /// Starts the agent: three threads of its own, and those of its engine and server. When this returns,
     /// the directory has been told of it once, if it answers.
     ///
     /// # Errors
@@ -261,17 +262,19 @@ impl AgentBuilder {
             routes: Routes::new(directory, options.objects.saturating_mul(16), lives),
             arena: Arena::new(number, bytes, options.arena_page_bytes),
             puller: Puller::new(options.pulls),
+            toucher: Toucher::default(),
             announcer: Arc::new(Announcer::default()),
             options,
             run: Token::random().map_err(|error| AgentError::System(error.to_string()))?,
             medium,
-            segments,
+            segments: segments.into(),
             shared,
             tcp,
             shm,
             tcp_segments,
             shm_segments,
             mapped: Mutex::default(),
+            neighbours: Mutex::default(),
             ended: Arc::new(Ended::default()),
             table: Mutex::new(table),
             server: Mutex::new(None),
@@ -302,6 +305,8 @@ impl AgentBuilder {
             .push(spawn("ucm-announce", Box::new(move || announce::run(&of_thread, told)))?);
         let of_thread = Arc::clone(&inner);
         agent.threads.push(spawn("ucm-pull", Box::new(move || pull::run(&of_thread)))?);
+        let of_thread = Arc::clone(&inner);
+        agent.threads.push(spawn("ucm-touch", Box::new(move || touch::run(&of_thread)))?);
         Ok(agent)
     }
 }

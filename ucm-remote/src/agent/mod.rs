@@ -15,6 +15,7 @@ mod put;
 mod routes;
 mod source;
 mod table;
+mod touch;
 
 use std::{
     collections::HashMap,
@@ -46,6 +47,7 @@ use self::{
     routes::Routes,
     source::{Ended, Mapped, Source, Way},
     table::{After, News, Table, Tell},
+    touch::Toucher,
 };
 pub(crate) use self::{
     call::{Call, Event, Stop, Want},
@@ -211,7 +213,7 @@ pub(crate) struct Inner {
     run: Token,
     medium: HostMedium,
     /// The medium's segments and the arena, in the order of their numbers.
-    segments: Vec<Memory>,
+    segments: Arc<[Memory]>,
     /// The same as it can be passed on, if it can.
     shared: Option<Shared>,
     tcp: Arc<TcpEngine>,
@@ -221,12 +223,15 @@ pub(crate) struct Inner {
     shm_segments: Vec<RegionId>,
     /// Peers of this node, whose memory is mapped here.
     mapped: Mutex<HashMap<Token, Vec<RegionId>>>,
+    /// Those that say when they have ended.
+    neighbours: Mutex<Vec<Rank>>,
     ended: Arc<Ended>,
     links: Links,
     routes: Routes,
     table: Mutex<Table>,
     arena: Arc<Arena>,
     puller: Puller,
+    toucher: Toucher,
     announcer: Arc<Announcer>,
     server: Mutex<Option<TcpServer>>,
     /// Foreground plans in flight.
@@ -331,7 +336,23 @@ impl Agent {
         let boot = neighbour.boot().ok_or_else(|| {
             TransferError::new(ErrorKind::PeerDown, "the agent serves no other nodes")
         })?;
-        self.attach_neighbour(boot, neighbour.segments())
+        self.attach_neighbour(boot, &neighbour.segments())?;
+        let inner = Arc::downgrade(&self.inner);
+        neighbour.when_over(move || {
+            if let Some(inner) = inner.upgrade() {
+                inner.detach(boot);
+            }
+        });
+        let mut neighbours = lock(&self.inner.neighbours);
+        neighbours.retain(|known| !known.is_over());
+        neighbours.push(neighbour);
+        Ok(())
+    }
+
+    /// Its memory is mapped here no longer; what is being copied from it holds its part until it has ended.
+    /// One that was attached [by its socket](Self::attach_neighbour_at) goes by itself when it has ended.
+    pub fn detach_neighbour(&self, boot: Token) {
+        self.inner.detach(boot);
     }
 
     /// From now on objects of this run of a peer are copied straight out of its memory, which is mapped
@@ -387,6 +408,7 @@ impl Drop for Agent {
         let inner = &self.inner;
         inner.stopping.store(true, Ordering::SeqCst);
         inner.puller.stop();
+        inner.toucher.stop();
         inner.announcer.ring();
         inner.with(Table::close);
         inner.arena.close();
@@ -409,6 +431,8 @@ impl Drop for Agent {
         inner.links.close();
         // Ranks may still copy: nothing writes what they copy from, now and later.
         self.ranks.clear();
+        let neighbours = std::mem::take(&mut *lock(&inner.neighbours));
+        drop(neighbours);
         inner.turn();
         inner.with(Table::reclaim_all);
         inner.give_back();
@@ -425,8 +449,17 @@ impl fmt::Debug for Agent {
 }
 
 impl Inner {
-    pub(crate) fn segments(&self) -> &[Memory] {
+    pub(crate) fn segments(&self) -> &Arc<[Memory]> {
         &self.segments
+    }
+
+    fn detach(&self, boot: Token) {
+        let regions = lock(&self.mapped).remove(&boot).unwrap_or_default();
+        for region in regions {
+            if let Err(error) = self.shm.deregister(region) {
+                tracing::warn!(%error, "a neighbour's segment could not be detached");
+            }
+        }
     }
 
     pub(crate) fn run(&self) -> Token {

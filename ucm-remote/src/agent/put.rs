@@ -274,14 +274,17 @@ impl Inner {
         outcomes
     }
 
-    /// Marks objects as used where they are; what fails costs only that.
+    /// Marks objects as used: here at once, where else they are soon.
     pub(crate) fn touch(&self, keys: &[ObjectKey]) {
         let medium = self.medium.medium();
         medium.touch(keys);
+        self.toucher.want(keys.iter().filter(|key| medium.find(key).is_none()).copied());
+    }
+
+    /// Tells peers of it; what fails costs only that.
+    pub(super) fn touch_away(&self, away: &[ObjectKey]) {
         let deadline = Instant::now() + TOUCH;
-        let away: Vec<ObjectKey> =
-            keys.iter().filter(|key| medium.find(key).is_none()).copied().collect();
-        let located = self.routes.locate(&away, deadline);
+        let located = self.routes.locate(away, deadline);
         let mut by_peer: HashMap<(PeerId, Token), (Record, Vec<ObjectKey>)> = HashMap::new();
         for (key, records) in away.iter().zip(located) {
             for record in records.into_iter().flatten().filter(|r| r.peer != self.options.me) {

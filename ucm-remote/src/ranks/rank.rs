@@ -1,14 +1,18 @@
 //! The rank's side: asks the agent, and maps its memory.
 //!
+//! One connection carries no calls: its end says that the agent has ended, and its memory is let go then, by
+//! ranks that ask for nothing as well. So the next agent of the node finds room.
+//!
 //! **Invariant:** an exchange that did not end leaves a connection that is never used for another, and that
 //! stays open until nothing is copied from what came on it.
 
 use std::{
     any::Any,
     fmt,
-    os::{fd::OwnedFd, unix::net::UnixStream},
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -48,9 +52,22 @@ struct State {
     /// Of the agent whose memory is mapped.
     run: Token,
     boot: Option<Token>,
-    /// The medium's segments and the arena's.
-    memory: Vec<Memory>,
+    /// The medium's segments and the arena's, as long as the agent lives.
+    memory: Mutex<Option<Arc<[Memory]>>>,
+    /// Run when it has ended.
+    hooks: Mutex<Vec<Hook>>,
+    /// Says when it has ended.
+    watched: Socket,
     idle: Mutex<Vec<Connection>>,
+}
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+impl Drop for State {
+    fn drop(&mut self) {
+        // Ends the thread that watches.
+        self.watched.shut_down();
+    }
 }
 
 /// A connection between two exchanges.
@@ -80,12 +97,16 @@ struct Sending {
 impl Rank {
     /// Connects to the agent at `path` and maps its memory.
     pub(crate) fn connect(path: &Path) -> Result<Self, TransferError> {
+        Self::connect_by(path, Instant::now() + HELLO)
+    }
+
+    /// As [`connect`](Self::connect), when the agent answers by then.
+    pub(crate) fn connect_by(path: &Path, deadline: Instant) -> Result<Self, TransferError> {
         let down = |broken: Broken| {
             let text = format!("the agent at {}: {broken}", path.display());
             TransferError::new(ErrorKind::PeerDown, text)
         };
-        let deadline = Instant::now() + HELLO;
-        let socket = open(path).map_err(down)?;
+        let socket = open(path, deadline).map_err(down)?;
         let welcome = greet(&socket, true, deadline).map_err(down)?;
         let fds = socket.receive_fds(welcome.segments, deadline).map_err(down)?;
         let mut fds = fds.into_iter();
@@ -100,11 +121,37 @@ impl Rank {
             let segments = Segments::from_fds(geometry, some).map_err(refused)?;
             memory.extend(Memory::of_segments(&segments)?);
         }
-        let connection = Connection::new(socket);
-        let idle = Mutex::new(vec![connection]);
         let (run, boot) = (welcome.run, welcome.boot);
-        let state = State { path: path.to_owned(), run, boot, memory, idle };
-        Ok(Self(Arc::new(state)))
+        let state = Arc::new(State {
+            path: path.to_owned(),
+            run,
+            boot,
+            memory: Mutex::new(Some(memory.into())),
+            hooks: Mutex::default(),
+            watched: socket.clone(),
+            idle: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&state);
+        thread::Builder::new()
+            .name("ucm-rank-watch".into())
+            .spawn(move || watch(&socket, &weak))
+            .map_err(|error| TransferError::new(ErrorKind::Failed, format!("no thread: {error}")))?;
+        let rank = Self(state);
+        // What is touched goes over connections that are there.
+        let first = rank.connection(deadline).map_err(down)?;
+        rank.keep(first);
+        Ok(rank)
+    }
+
+    /// Runs this when the agent has ended: at once, if it has.
+    pub(crate) fn when_over(&self, hook: impl FnOnce() + Send + 'static) {
+        let mut hooks = lock(&self.0.hooks);
+        if self.is_over() {
+            drop(hooks);
+            hook();
+        } else {
+            hooks.push(Box::new(hook));
+        }
     }
 
     /// The run that the agent serves other nodes as.
@@ -116,8 +163,12 @@ impl Rank {
         if let Some(connection) = lock(&self.0.idle).pop() {
             return Ok(connection);
         }
-        let socket = open(&self.0.path)?;
-        let welcome = greet(&socket, false, deadline.min(Instant::now() + HELLO))?;
+        if self.is_over() {
+            return Err(Broken::Closed);
+        }
+        let deadline = deadline.min(Instant::now() + HELLO);
+        let socket = open(&self.0.path, deadline)?;
+        let welcome = greet(&socket, false, deadline)?;
         if welcome.run != self.0.run {
             // Another agent, with other memory.
             return Err(Broken::Closed);
@@ -127,7 +178,7 @@ impl Rank {
 
     fn keep(&self, connection: Connection) {
         let mut idle = lock(&self.0.idle);
-        if idle.len() < KEPT {
+        if idle.len() < KEPT && !self.is_over() {
             idle.push(connection);
         }
     }
@@ -191,8 +242,21 @@ impl Line {
     }
 }
 
-fn open(path: &Path) -> Result<Socket, Broken> {
-    UnixStream::connect(path).map(|stream| Socket::new(stream.into())).map_err(|_| Broken::Closed)
+/// Waits for the end of the agent, or of its last user here.
+fn watch(socket: &Socket, state: &Weak<State>) {
+    socket.wait_for_end();
+    let Some(state) = state.upgrade() else { return };
+    // What is being copied holds what it needs.
+    drop(lock(&state.memory).take());
+    lock(&state.idle).clear();
+    let hooks = std::mem::take(&mut *lock(&state.hooks));
+    hooks.into_iter().for_each(|hook| hook());
+    tracing::info!(path = %state.path.display(), "the node's agent has ended; its memory is let go");
+}
+
+/// Connects by the deadline: an agent that is stopped lets nobody in, once enough wait.
+fn open(path: &Path, deadline: Instant) -> Result<Socket, Broken> {
+    Socket::connect(path, deadline)
 }
 
 fn greet(socket: &Socket, memory: bool, deadline: Instant) -> Result<Welcome, Broken> {
@@ -371,13 +435,11 @@ impl Drop for Filling {
 
 impl Node for Rank {
     fn is_over(&self) -> bool {
-        let limit = Instant::now() + HELLO;
-        let welcome = open(&self.0.path).and_then(|socket| greet(&socket, false, limit));
-        welcome.is_ok_and(|welcome| welcome.run != self.0.run)
+        lock(&self.0.memory).is_none()
     }
 
-    fn segments(&self) -> &[Memory] {
-        &self.0.memory
+    fn segments(&self) -> Arc<[Memory]> {
+        lock(&self.0.memory).clone().unwrap_or_default()
     }
 
     fn call(&self, wants: Vec<Want>, deadline: Instant) -> Box<dyn Events> {
@@ -463,8 +525,9 @@ impl Node for Rank {
     }
 
     fn touch(&self, keys: &[ObjectKey]) {
-        let deadline = Instant::now() + HELLO;
-        let Ok(connection) = self.connection(deadline) else { return };
+        // Nobody waits for it, and it waits for nobody.
+        let Some(connection) = lock(&self.0.idle).pop() else { return };
+        let deadline = Instant::now();
         if connection.line.send(wire::keys(wire::TOUCH, keys, deadline), deadline).is_ok() {
             self.keep(connection);
         }
@@ -475,7 +538,7 @@ impl fmt::Debug for Rank {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rank")
             .field("path", &self.0.path)
-            .field("segments", &self.0.memory.len())
+            .field("is_over", &self.is_over())
             .finish_non_exhaustive()
     }
 }

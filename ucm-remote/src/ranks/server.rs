@@ -123,6 +123,12 @@ fn accept(state: &Arc<State>) {
         if state.stopping.load(Ordering::SeqCst) {
             return;
         }
+        // The file's mode says so, too, but not while it is being made.
+        let user = rustix::net::sockopt::socket_peercred(&stream).map(|peer| peer.uid);
+        if !user.is_ok_and(|user| user == rustix::process::geteuid() || user.is_root()) {
+            tracing::warn!(?user, "another user was not let in");
+            continue;
+        }
         let socket = Socket::new(OwnedFd::from(stream));
         let id = state.next.fetch_add(1, Ordering::Relaxed);
         lock(&state.connections).insert(id, socket.clone());

@@ -9,6 +9,8 @@ use std::{
     io::{IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -16,8 +18,9 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{
-        RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, Shutdown,
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType,
+        socket_with,
     },
 };
 use ucm_data::SharedFd;
@@ -26,6 +29,9 @@ use ucm_data::SharedFd;
 pub(super) const MAX_FRAME: usize = 16 << 20;
 /// Descriptors of one message; the kernel allows 253.
 const FDS: usize = 200;
+
+/// How often a door with too many before it is tried again.
+const AGAIN: Duration = Duration::from_millis(2);
 
 /// Why nothing more comes from a connection, or goes into it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -71,6 +77,42 @@ pub(super) fn seal(mut frame: Vec<u8>) -> Result<Vec<u8>, Broken> {
 impl Socket {
     pub(super) fn new(fd: OwnedFd) -> Self {
         Self(fd.into())
+    }
+
+    /// Connects by the deadline. (A socket that waits would wait without end for one that lets nobody in.)
+    pub(super) fn connect(path: &Path, deadline: Instant) -> Result<Self, Broken> {
+        let address = SocketAddrUnix::new(path).map_err(Broken::Os)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let fd = fd.map_err(Broken::Os)?;
+        loop {
+            match rustix::net::connect(&fd, &address) {
+                Ok(()) => break,
+                Err(Errno::INTR) => {}
+                // Too many wait there already, which nothing tells the end of.
+                Err(Errno::AGAIN) if Instant::now() < deadline => thread::sleep(AGAIN),
+                Err(Errno::AGAIN) => return Err(Broken::Timeout),
+                Err(_) => return Err(Broken::Closed),
+            }
+        }
+        rustix::io::ioctl_fionbio(&fd, false).map_err(Broken::Os)?;
+        Ok(Self::new(fd))
+    }
+
+    /// Waits until the other end is closed, or this one is shut down.
+    pub(super) fn wait_for_end(&self) {
+        loop {
+            // Nothing is asked for: an end is always told.
+            let mut fds = [PollFd::new(&self.0, PollFlags::empty())];
+            match poll(&mut fds, None) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return,
+                Err(error) => {
+                    tracing::warn!(%error, "the end of the node's agent cannot be waited for");
+                    thread::sleep(Duration::from_secs(1));
+                }
+            }
+        }
     }
 
     pub(super) fn fd(&self) -> BorrowedFd<'_> {
@@ -257,4 +299,31 @@ fn length(head: [u8; 4]) -> Result<usize, Broken> {
 /// Space for one SCM_RIGHTS message: header and descriptors, each padded to 8 bytes.
 fn control_bytes(fds: usize) -> usize {
     rustix::cmsg_space!(ScmRights(0)) + (fds * size_of::<i32>()).next_multiple_of(8) + 8
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, sync::mpsc};
+
+    use super::*;
+
+    /// Mutant, seen to hang here: `connect` without `NONBLOCK`.
+    #[test]
+    fn connecting_to_who_lets_nobody_in_ends_by_the_deadline() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("door");
+        let _listener = UnixListener::bind(&path).unwrap();
+        let (said, ends) = mpsc::channel();
+        thread::spawn(move || {
+            let mut waiting = Vec::new();
+            let broken = loop {
+                match Socket::connect(&path, Instant::now()) {
+                    Ok(socket) => waiting.push(socket),
+                    Err(broken) => break broken,
+                }
+            };
+            said.send(broken).unwrap();
+        });
+        assert_eq!(ends.recv_timeout(Duration::from_secs(60)), Ok(Broken::Timeout));
+    }
 }

@@ -7,7 +7,7 @@
 use std::{
     sync::{
         Arc, Mutex, RwLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -26,12 +26,15 @@ struct Flaky {
     away: AtomicBool,
     /// The next registration is refused after this.
     refuse: Mutex<Option<fn()>>,
+    /// While it is held, nothing is located; how many wait.
+    gate: Mutex<()>,
+    waiting: AtomicUsize,
 }
 
 impl Default for Flaky {
     fn default() -> Self {
         let inner = RwLock::new(directory());
-        Self { inner, away: AtomicBool::new(false), refuse: Mutex::default() }
+        Self { inner, away: false.into(), refuse: None.into(), gate: ().into(), waiting: 0.into() }
     }
 }
 
@@ -66,6 +69,8 @@ impl Directory for Flaky {
         keys: &[ObjectKey],
         deadline: Instant,
     ) -> Result<Vec<Vec<Record>>, DirectoryError> {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        drop(self.gate.lock().unwrap());
         self.now()?.locate(keys, deadline)
     }
 
@@ -225,4 +230,31 @@ fn a_peer_that_could_not_serve_tries_again() {
     for number in 1..=2 {
         assert_eq!(reader.get(number, 0, 8192, &[range(0, 8192)]), GetOutcome::Remote);
     }
+}
+
+/// A directory that does not answer holds up nobody who only says what has been used; when it answers, the
+/// owner is told.
+#[test]
+fn who_touches_waits_for_nobody() {
+    let flaky = Arc::new(Flaky::default());
+    let owner = Setup::new("owner", 3).start_with(Arc::clone(&flaky) as _);
+    let reader = Setup::new("reader", 16).start_with(Arc::clone(&flaky) as _);
+    let first = Arc::clone(&flaky.inner.read().unwrap());
+    (1..=3).for_each(|number| owner.publish(&first, number, 0, 4096));
+    assert_eq!(reader.put(9, 0, 4096), PutOutcome::Created);
+    let before = reader.agent.stats().exchanges;
+    let gate = flaky.gate.lock().unwrap();
+    std::thread::scope(|scope| {
+        let (said, ends) = std::sync::mpsc::channel();
+        let reader = &reader;
+        scope.spawn(move || {
+            reader.client.touch(&[key(1)]);
+            said.send(reader.get(9, 0, 4096, &[range(0, 4096)])).unwrap();
+        });
+        eventually("it is asked for", || flaky.waiting.load(Ordering::SeqCst) > 0);
+        let got = ends.recv_timeout(crate::kit::WATCHDOG);
+        drop(gate);
+        assert_eq!(got, Ok(GetOutcome::Local));
+    });
+    eventually("the owner is told", || reader.agent.stats().exchanges > before);
 }

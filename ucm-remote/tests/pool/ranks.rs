@@ -1,6 +1,11 @@
 //! Ranks in processes of their own: this binary starts itself again.
+//!
+//! Mutants, each seen to fail a test here: a rank does not watch for the end of its agent; a client, or a
+//! neighbour, keeps the regions of one that has ended; an operation of the backend that has waited too long
+//! is begun; what is touched on other nodes is told by who touches.
 
 use std::{
+    collections::HashSet,
     io::{BufRead as _, BufReader, Write as _},
     os::unix::net::UnixStream,
     path::PathBuf,
@@ -352,4 +357,49 @@ fn nonsense_ends_its_connection_only() {
     assert_eq!(rank.ask("get 1 1 0 8192 0 8192"), "[Remote]");
     drop(rank);
     idle(&world.node);
+}
+
+/// Names of the shared memory that is mapped here.
+fn mapped() -> HashSet<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let memory = maps.lines().filter(|line| line.contains("memfd:"));
+    memory.map(|line| line.split_whitespace().nth(4).unwrap().to_owned()).collect()
+}
+
+/// Whoever uses an agent lets go of its memory when it has ended, also without asking for anything: the next
+/// one needs the room.
+#[test]
+fn the_memory_of_an_agent_that_has_ended_goes() {
+    let before = mapped();
+    let world = world(16);
+    let options = PoolBackendOptions::new([3; 32], 1);
+    let backend = PoolBackend::connect(&world.socket, options).unwrap();
+    let engine = Arc::new(HostEngine::builder().build().unwrap());
+    let client = PoolClient::connect(&world.socket, Arc::clone(&engine) as _).unwrap();
+    let neighbour = Setup::new("neighbour", 16).start(&world.directory);
+    neighbour.agent.attach_neighbour_at(&world.socket).unwrap();
+    let its: HashSet<String> = mapped().difference(&before).cloned().collect();
+    assert!(!its.is_empty());
+    drop(world);
+    eventually("it is mapped nowhere", || mapped().is_disjoint(&its));
+    let reading = reading_of(&*engine, 1, 100, &[range(0, 100)]);
+    assert_eq!(client.get(&[reading.request], soon()), [GetOutcome::PeerDown]);
+    drop((backend, neighbour));
+}
+
+#[test]
+fn what_has_waited_too_long_is_not_begun() {
+    let node = Setup::new("node", 16).start(&directory());
+    let mut options = PoolBackendOptions::new([3; 32], 1);
+    options.patience = std::time::Duration::ZERO;
+    let backend = node.agent.backend(options).unwrap();
+    assert_eq!(node.put(1, 0, 9000), PutOutcome::Created);
+    let sink = ucm_store::testing::Collector::new();
+    backend.load(vec![sink.op(key(1).block, 0, 9000).1]);
+    assert_eq!(sink.wait_one().0, Err(ucm_store::ErrorKind::Unavailable));
+    let asked = node.agent.stats().asked_bytes;
+    assert_eq!(asked, 0);
+    backend.dump(vec![sink.op(key(2).block, 0, 9000).1]);
+    assert_eq!(sink.wait_one().0, Err(ucm_store::ErrorKind::Unavailable));
+    assert!(!node.is_resident(2));
 }

@@ -18,6 +18,9 @@ use crate::Error;
 /// How long a reader may take to ask, and to take the answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
+/// How long it is not tried again to let a reader in.
+const AGAIN: Duration = Duration::from_millis(50);
+
 /// Answers every request with the metrics, until it is dropped or their source is gone.
 #[derive(Debug)]
 pub(crate) struct MetricsServer {
@@ -44,9 +47,14 @@ impl MetricsServer {
                     return;
                 }
                 let Some(text) = text() else { return };
-                if let Ok(stream) = stream {
+                match stream {
                     // A reader that goes away costs nobody anything.
-                    let _ = answer(stream, &text);
+                    Ok(stream) => drop(answer(stream, &text)),
+                    // Without descriptors left it would be tried again at once, and again.
+                    Err(error) => {
+                        tracing::debug!(%error, "a reader of metrics could not be let in");
+                        std::thread::sleep(AGAIN);
+                    }
                 }
             }
         };
