@@ -285,15 +285,23 @@ fn a46_a_neighbour_fills_the_disk() {
 
 /// A real file system on which every write hangs in the kernel.
 ///
-/// Broken on purpose: the breaker never opens, or does not close.
+/// Broken on purpose: the breaker never opens (then this test does not end).
 #[test]
 fn a49_a_frozen_file_system() {
-    struct Frozen(PathBuf);
-    impl Drop for Frozen {
+    /// A process that thaws it however this one ends: whoever writes there would hang for ever.
+    struct Thaw(std::process::Child);
+    impl Thaw {
+        fn of(dir: &Path) -> Self {
+            let script = "read line; fsfreeze -u \"$0\"; umount -l \"$0\"";
+            let mut command = Command::new("setsid");
+            command.args(["sh", "-c", script]).arg(dir).stdin(std::process::Stdio::piped());
+            Self(command.stderr(std::process::Stdio::null()).spawn().unwrap())
+        }
+    }
+    impl Drop for Thaw {
         fn drop(&mut self) {
-            // However the test ends: whoever writes there would hang for ever.
-            let _ = Command::new("fsfreeze").arg("-u").arg(&self.0).output();
-            let _ = Command::new("umount").arg("-l").arg(&self.0).output();
+            drop(self.0.stdin.take());
+            let _ = self.0.wait();
         }
     }
     let base = tempfile::tempdir().unwrap();
@@ -309,7 +317,7 @@ fn a49_a_frozen_file_system() {
         println!("SKIP no file system in a file can be mounted here");
         return;
     }
-    let frozen = Frozen(dir.clone());
+    let thaw = Thaw::of(&dir);
     let settings = FileConfig::new(&dir, "ns").threads(2).stall_after(Duration::from_millis(300));
     let backend = FileBackend::open(settings).unwrap();
     put(&backend, 1, 1 << 20).unwrap();
@@ -335,5 +343,5 @@ fn a49_a_frozen_file_system() {
     until(|| put(&backend, 3, 1 << 20).is_ok());
     (1..4).for_each(|n| take(&backend, n, 1 << 20).unwrap());
     drop(backend);
-    drop(frozen);
+    drop(thaw);
 }
