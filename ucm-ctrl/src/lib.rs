@@ -88,7 +88,7 @@ pub use lease::{Lease, LeaseOutcome, LeaseTicket, Redeemed};
 pub use lookup::Presence;
 #[cfg(not(ucm_loom))]
 pub use member::WeakMember;
-pub use member::{Doorbell, Member, MemberSpec, MemberState, Role};
+pub use member::{Doorbell, Member, MemberSpec, MemberState, OBSERVER, Role};
 pub use pool::{Acquired, Pool, PoolId, Prealloc, Removal, SlotId};
 pub use reap::Reaped;
 pub use slot::{FailKind, Phase};

@@ -40,6 +40,9 @@ pub struct MemberSpec {
     pub incarnation: [u8; 16],
 }
 
+/// In place of an observer's device.
+pub const OBSERVER: i32 = -2;
+
 impl MemberSpec {
     /// A rank on device `device_id` of `local_rank_count`.
     #[must_use]
@@ -51,6 +54,12 @@ impl MemberSpec {
     #[must_use]
     pub fn scheduler() -> Self {
         Self { role: Role::Scheduler, device_id: -1, local_rank_count: 0, incarnation: [0; 16] }
+    }
+
+    /// Somebody who only looks: the cache is not kept for it.
+    #[must_use]
+    pub fn observer() -> Self {
+        Self { device_id: OBSERVER, ..Self::scheduler() }
     }
 
     /// The same, named by `incarnation`.

@@ -98,7 +98,7 @@ pub(crate) fn observe(config: &Config, patience: Duration) -> Result<Instance, E
     let mut config = config.clone();
     config.cache.join_timeout_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
     let tag = LayoutTag::any_geometry(PROTOCOL, LAYOUT_VERSION);
-    enter_as(&config, MemberSpec::scheduler(), WhenAbsent::Wait, tag, &|_, _| {})
+    enter_as(&config, MemberSpec::observer(), WhenAbsent::Wait, tag, &|_, _| {})
 }
 
 fn enter_as(

@@ -24,14 +24,14 @@ pub use config::{
     SchedulerFirst, SocketKind,
 };
 pub use error::{Error, ErrorKind};
-pub use node::{Inspected, Node, NodeBuilder, RankBuilder, expel, inspect};
+pub use node::{Inspected, Node, NodeBuilder, Observer, RankBuilder, expel, inspect};
 pub use rank::{Rank, RankReport};
 pub use remote::{Fetched, Peer, PoolVisitor};
 pub use scheduler::Scheduler;
 
 pub use ucm_ctrl::{
     BlockId, Expelled, FailKind, Identity, Inspection, Key, Lease, LeaseOutcome, LeaseTicket,
-    Namespace, ParallelAxis, PoolId, Presence, Redeemed,
+    Namespace, OBSERVER, ParallelAxis, PoolId, Presence, Redeemed, Statistics,
 };
 pub use ucm_queue::{
     CommitGroup, Deadline, DumpHandle, DumpRef, DumpTask, Outcome, QueueStats, Request, ShardRef,

@@ -4,12 +4,15 @@
 
 use std::{path::PathBuf, sync::Arc, time::Duration};
 
-use ucm_ctrl::{Expelled, Inspection, MemberId, MemberInspection};
+use ucm_ctrl::{Expelled, Inspection, MemberId, MemberInspection, MemberState, OBSERVER};
 use ucm_store::Backend;
 use ucm_transport::TransferEngine;
 
 use crate::{
-    Config, Error, PoolConfig, Rank, Scheduler, backends::Backends, instance, rank::RankParts,
+    Config, Error, PoolConfig, Rank, Scheduler,
+    backends::Backends,
+    instance::{self, Instance},
+    rank::RankParts,
 };
 
 /// A node's cache as this process is configured to use it. Cheap to clone; thread-safe.
@@ -69,15 +72,52 @@ impl Node {
 /// # Errors
 /// `Environment` when no cache lives there within `patience`.
 pub fn inspect(config: &Config, patience: Duration) -> Result<Inspected, Error> {
-    let instance = instance::observe(config, patience)?;
-    let control = instance.member.control();
-    let pages = instance.segments.iter().map(|s| s.geometry().reached().to_string()).collect();
-    Ok(Inspected {
-        observer: instance.member.id().0,
-        shard_bytes: control.geometry().pools.iter().map(|pool| pool.shard_bytes).collect(),
-        pages,
-        inspection: control.inspect(),
-    })
+    Ok(Observer::join(config, patience)?.look())
+}
+
+/// Looks at a cache again and again. It is a member meanwhile: it hears of deaths and clears up, and the
+/// cache's memory stays for as long as it does.
+pub struct Observer {
+    instance: Instance,
+}
+
+impl Observer {
+    /// Joins the cache that lives in the configured directory, whatever its pools; creates none.
+    ///
+    /// # Errors
+    /// `Environment` when no cache lives there within `patience`.
+    pub fn join(config: &Config, patience: Duration) -> Result<Self, Error> {
+        Ok(Self { instance: instance::observe(config, patience)? })
+    }
+
+    /// What the cache looks like now. Milliseconds per million slots.
+    #[must_use]
+    pub fn look(&self) -> Inspected {
+        let control = self.instance.member.control();
+        let segments = self.instance.segments.iter();
+        Inspected {
+            observer: self.instance.member.id().0,
+            shard_bytes: control.geometry().pools.iter().map(|pool| pool.shard_bytes).collect(),
+            pages: segments.map(|s| s.geometry().reached().to_string()).collect(),
+            inspection: control.inspect(),
+        }
+    }
+
+    /// Whether there is nobody but observers: time to leave, or they keep memory that nobody uses.
+    #[must_use]
+    pub fn is_alone(&self) -> bool {
+        let members = self.instance.member.control().inspect_members();
+        let uses = |m: &MemberInspection| {
+            m.device_id != OBSERVER && matches!(m.state, MemberState::Joined | MemberState::Joining)
+        };
+        !members.iter().any(uses)
+    }
+}
+
+impl std::fmt::Debug for Observer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Observer").field("seat", &self.instance.member.id()).finish_non_exhaustive()
+    }
 }
 
 /// Declares the member on a seat gone although its process lives: for an operator who knows that it

@@ -129,7 +129,7 @@ fn d5_a_thousand_joins_and_leaves_leave_nothing_behind_on_either_side() {
     for _ in 0..1001 {
         host.expect("event left");
     }
-    assert_eq!(host.ask("resources", "resources"), before);
+    host.until_resources(&before);
     assert_eq!(host.ask("peers", "peers"), "");
 }
 

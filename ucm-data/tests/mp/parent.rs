@@ -99,6 +99,20 @@ impl Proc {
         self.expect(word)
     }
 
+    /// Waits until it holds no more, and no less, than it did.
+    #[track_caller]
+    pub(crate) fn until_resources(&mut self, before: &str) {
+        let deadline = Instant::now() + WATCHDOG;
+        loop {
+            let now = self.ask("resources", "resources");
+            if now == before {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{now} instead of {before}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Events heard so far; an exchange makes sure that earlier ones have arrived.
     pub(crate) fn events(&mut self) -> Vec<String> {
         self.ask("resources", "resources");

@@ -1,6 +1,12 @@
 //! Death of members, through the whole stack.
 
-use std::{collections::BTreeSet, os::unix::fs::MetadataExt as _, process::Command};
+use std::{
+    collections::BTreeSet,
+    io::{BufRead as _, BufReader},
+    os::unix::fs::MetadataExt as _,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -298,5 +304,61 @@ fn d1_a_rank_that_gave_up_its_seat_is_expelled_and_its_slots_wait_for_its_end() 
     procs.remove(1).kill();
     while counts(&mut procs[1]) != ([2, 0, 0, 0, 1], json!([])) {
         std::thread::yield_now();
+    }
+}
+
+/// `ucm top` shows what happens, and keeps no cache alive: when its ranks have gone, so has the memory.
+/// Mutants: an observer counts as somebody; a look that finds nobody does not leave.
+#[test]
+fn a07_watching_a_cache_does_not_keep_it() {
+    let instance = Instance::new();
+    let mut procs: Vec<Proc> = (0..2).map(|_| Proc::start()).collect();
+    for (device, proc) in (0..2).zip(&mut procs) {
+        proc.join(&instance.rank(device, 2, 4));
+    }
+    let dir = format!("cache.dir={}", instance.path().display());
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ucm"));
+    command.args(["--set", &dir, "top", "--interval-ms", "20"]).stdout(Stdio::piped());
+    // The second one must not be the reason for the first to stay.
+    let mut tops: Vec<_> = (0..2).map(|_| Top(command.spawn().unwrap())).collect();
+    let mut lines: Vec<_> =
+        tops.iter_mut().map(|top| BufReader::new(top.0.stdout.take().unwrap()).lines()).collect();
+    let mut until = |what: &str| {
+        for lines in &mut lines {
+            lines.find(|line| line.as_ref().unwrap().contains(what)).expect(what).unwrap();
+        }
+    };
+    until("ready    [    ");
+    procs[0].load(1, &[4]);
+    assert_eq!(procs[0].started(), 4);
+    procs[0].release(4);
+    procs[0].loaded(1);
+    until("] 1 (");
+    until("device 1");
+    procs.remove(1).kill();
+    until("deaths 1  ");
+    procs.remove(0).kill();
+    until("waiting");
+    let maps = |top: &Top| {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", top.0.id())).unwrap();
+        maps.lines().filter(|line| line.contains("memfd:ucm")).count()
+    };
+    // Each of them looks now and then whether the other one is somebody.
+    let watchdog = Instant::now() + Duration::from_secs(60);
+    while tops.iter().map(maps).sum::<usize>() > 0 {
+        assert!(Instant::now() < watchdog, "they keep each other's cache");
+    }
+    let mut next = Proc::start();
+    next.join(&instance.rank(0, 2, 4));
+    until("device 0");
+}
+
+/// Ends with the test, also when that fails.
+struct Top(Child);
+
+impl Drop for Top {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }

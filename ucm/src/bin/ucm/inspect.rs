@@ -52,6 +52,15 @@ fn document(inspection: &Inspection) -> Value {
     })
 }
 
+/// What a member is.
+pub(crate) fn role(device_id: i32) -> String {
+    match device_id {
+        ucm::OBSERVER => "observer".into(),
+        negative if negative < 0 => "scheduler".into(),
+        device => format!("device {device}"),
+    }
+}
+
 fn text(config: &Config, inspected: &Inspected) -> String {
     let inspection = &inspected.inspection;
     let mut out = String::new();
@@ -83,11 +92,7 @@ fn text(config: &Config, inspected: &Inspected) -> String {
     }
     let _ = writeln!(out, "\nmembers (seat, process, device, pinned slots, fills)");
     for member in &inspection.members {
-        let device = if member.device_id < 0 {
-            "scheduler".into()
-        } else {
-            format!("device {}", member.device_id)
-        };
+        let device = role(member.device_id);
         let _ = writeln!(
             out,
             "  {:>3}  {:>8}  {device:<12}  {:>8}  {:>5}  {:?}{}",

@@ -7,6 +7,7 @@ mod doctor;
 mod inspect;
 mod peer;
 mod pool;
+mod top;
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
@@ -41,6 +42,16 @@ enum Command {
         /// One JSON document instead of text.
         #[arg(long)]
         json: bool,
+    },
+    /// Shows what happens in a living cache, again and again, until it is interrupted. Leaves the cache when
+    /// its last rank and scheduler do, and waits for the next ones.
+    Top {
+        /// Milliseconds between two looks.
+        #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(10..))]
+        interval_ms: u64,
+        /// End after so many looks.
+        #[arg(long)]
+        count: Option<u64>,
     },
     /// Says what this machine has, what ucm would use of it, and what to do about the rest.
     Doctor {
@@ -93,6 +104,9 @@ fn run(cli: &Cli) -> Result<ExitCode, Error> {
     let config = Config::load(cli.settings.config.as_deref(), std::env::vars(), &cli.settings.set)?;
     match &cli.command {
         Command::Inspect { json } => inspect::run(&config, *json),
+        Command::Top { interval_ms, count } => {
+            top::run(&config, Duration::from_millis(*interval_ms), *count)
+        }
         Command::Doctor { json } => doctor::run(&config, *json),
         Command::EvictRank { seat, generation } => evict_rank(&config, *seat, *generation),
         Command::Peer { standby, json } => peer::run(&config, *standby, *json),
