@@ -7,7 +7,10 @@ use std::{
     collections::HashMap,
     fmt,
     net::SocketAddr,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -24,6 +27,8 @@ use crate::{
 
 /// Bytes of a call or an answer: all records of a full batch.
 const FRAME: u32 = 16 << 20;
+/// Places that are told of one key: enough to try another one, and a full batch stays below [`FRAME`].
+const PLACES: usize = 8;
 /// For what the directory does by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -64,6 +69,8 @@ struct Service {
     ttl: Duration,
     /// Runs that registered by us, and when they last did.
     heard: Mutex<Heard>,
+    /// With which place the next answer begins.
+    turn: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -74,7 +81,7 @@ struct Heard {
 
 impl Service {
     fn new(directory: Arc<dyn Directory>, ttl: Duration) -> Self {
-        Self { directory, ttl, heard: Mutex::default() }
+        Self { directory, ttl, heard: Mutex::default(), turn: AtomicUsize::new(0) }
     }
 
     /// Runs that have been silent for too long.
@@ -130,10 +137,12 @@ impl Service {
                 let keys = list(items, fields, Fields::key)?;
                 directory.locate(&keys, deadline).map(|found| {
                     for records in found {
-                        // More places than can be told are more than anybody needs.
-                        let count = records.len().min(usize::from(u8::MAX));
+                        // From another one for each key: not all go to the same few.
+                        let first = self.turn.fetch_add(1, Ordering::Relaxed);
+                        let some = records.iter().cycle().skip(first % records.len().max(1));
+                        let count = records.len().min(PLACES);
                         said.extend_from_slice(&u16::try_from(count).unwrap_or(0).to_le_bytes());
-                        records.iter().take(count).for_each(|r| wire::put_record(&mut said, r));
+                        some.take(count).for_each(|r| wire::put_record(&mut said, r));
                     }
                 })
             }

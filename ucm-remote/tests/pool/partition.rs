@@ -124,3 +124,30 @@ fn f6_two_directories_after_a_partition_become_one_and_no_byte_is_wrong() {
         idle(&half.node);
     }
 }
+
+/// Many peers have each of many objects: the answer stays within a frame, and leads to all of them. Mutant,
+/// seen to fail here: all places are told.
+#[test]
+fn of_many_places_a_few_are_told() {
+    let mut limits = ucm_remote::EmbeddedLimits::default();
+    limits.records = 200_000;
+    let directory = Arc::new(EmbeddedDirectory::new(limits));
+    let ttl = crate::kit::WATCHDOG;
+    let server = DirectoryServer::start(directory.clone(), loopback(), secret(), ttl).unwrap();
+    let keys: Vec<_> = (0..1000).map(key).collect();
+    for peer in 0..100_u8 {
+        let name = ucm_remote::PeerId::new(&format!("{peer:0>200}"));
+        let boot = ucm_remote::Token([peer; 16]);
+        let member = ucm_remote::Member::new(name.clone(), boot, "10.0.0.1:9");
+        directory.register(&member, soon()).unwrap();
+        let generation = ucm_remote::Generation(1);
+        let record = ucm_remote::Record::new(name, boot, generation, 77);
+        let records: Vec<_> = keys.iter().map(|key| (*key, record.clone())).collect();
+        directory.announce(&records, soon()).unwrap();
+    }
+    let client = DirectoryClient::new(server.address(), secret()).unwrap();
+    let told = client.locate(&keys, soon()).unwrap();
+    assert!(told.iter().all(|places| places.len() == 8));
+    let peers: std::collections::HashSet<_> = told.iter().flatten().map(|r| r.boot).collect();
+    assert_eq!(peers.len(), 100, "each is somebody's");
+}
