@@ -223,7 +223,7 @@ pub(crate) fn join(
                 .compare_exchange(seen.0, mine.0, Ordering::SeqCst, Ordering::Relaxed)
                 .is_ok()
             {
-                return Ok(introduce(control, id.0, generation, record, spec));
+                return introduce(control, id.0, generation, record, spec);
             }
         }
         if let Some(id) = at {
@@ -239,7 +239,7 @@ fn introduce(
     generation: u32,
     record: &MemberRecord,
     spec: MemberSpec,
-) -> Member {
+) -> Result<Member, CtrlError> {
     failpoint!("join.word.after");
     record.pid.store(std::process::id(), Ordering::Relaxed);
     record.device.store(spec.device_id.cast_unsigned(), Ordering::Relaxed);
@@ -253,7 +253,11 @@ fn introduce(
     failpoint!("join.fields.after");
     // Only now may anybody judge this stay by what the record says.
     let joined = MemberWord::with(MemberState::Joined, 0, generation);
-    record.word.store(joined.0, Ordering::SeqCst);
+    let joining = MemberWord::with(MemberState::Joining, 0, generation);
+    let word = &record.word;
+    if word.compare_exchange(joining.0, joined.0, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+        return Err(CtrlError::Fenced("its record was taken for a dead process's while it joined"));
+    }
     failpoint!("join.joined.after");
     let inner = |#[cfg(not(ucm_loom))] me: &std::sync::Weak<MemberInner>| MemberInner {
         control: control.clone(),
@@ -286,7 +290,7 @@ fn introduce(
     let inner = Arc::new_cyclic(inner);
     #[cfg(ucm_loom)]
     let inner = Arc::new(inner());
-    Member { inner }
+    Ok(Member { inner })
 }
 
 impl Member {

@@ -65,17 +65,40 @@ impl Member {
         // A second thread must not go on clearing when the first has given the seat away.
         #[cfg(not(ucm_loom))]
         let _one = self.inner.reaping.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        reap(&self.inner, id, generation)
+        reap(&self.inner, id, generation, takeable)
+    }
+
+    /// The same after a stay that was never more than begun: one that has joined meanwhile is left alone.
+    pub fn reap_joining(&self, id: MemberId, generation: u32) -> Reaped {
+        #[cfg(not(ucm_loom))]
+        let _one = self.inner.reaping.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        reap(&self.inner, id, Some(generation), |_, word, _| word.state() == MemberState::Joining)
     }
 }
 
-fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>) -> Reaped {
+/// Whether a stay in this state, on this seat, may be taken by a reaper.
+type Takeable = fn(&MemberInner, MemberWord, u8) -> bool;
+
+fn takeable(me: &MemberInner, word: MemberWord, index: u8) -> bool {
+    match word.state() {
+        MemberState::Joined
+        | MemberState::Joining
+        | MemberState::Expelled
+        | MemberState::Invalid => true,
+        // Its own reaper was leaving.
+        MemberState::Reaping if word.reaper() == index => true,
+        MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
+        MemberState::Free => false,
+    }
+}
+
+fn reap(me: &MemberInner, id: MemberId, generation: Option<u32>, takeable: Takeable) -> Reaped {
     let mut reaped = Reaped::default();
     if !me.may_clear_up() || id.0 == me.index {
         return reaped;
     }
     let Some(record) = me.control.region.member(id.0) else { return reaped };
-    let mut seats = Vec::from_iter(take_when_possible(me, record, id.0, generation));
+    let mut seats = Vec::from_iter(take_when_possible(me, record, id.0, generation, takeable));
     if seats.is_empty() {
         relieve(me, record, id.0, generation, &mut reaped);
     }
@@ -141,20 +164,11 @@ fn take_when_possible<'a>(
     record: &'a MemberRecord,
     index: u8,
     generation: Option<u32>,
+    takeable: Takeable,
 ) -> Option<Seat<'a>> {
     for _ in 0..TRIES {
         let word = MemberWord(record.word.load(Ordering::SeqCst));
-        let takeable = match word.state() {
-            MemberState::Joined
-            | MemberState::Joining
-            | MemberState::Expelled
-            | MemberState::Invalid => true,
-            // Its own reaper was leaving.
-            MemberState::Reaping if word.reaper() == index => true,
-            MemberState::Reaping => word.reaper() != me.index && me.is_dead(word.reaper()),
-            MemberState::Free => false,
-        };
-        if !takeable || generation.is_some_and(|g| g != word.generation()) {
+        if !takeable(me, word, index) || generation.is_some_and(|g| g != word.generation()) {
             return None;
         }
         failpoint!("reap.word.before");

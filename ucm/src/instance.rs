@@ -267,6 +267,12 @@ fn repair_leftovers(member: &Member, occupied: &Occupied<'_>) {
     for other in control.inspect_members() {
         let left = other.state != MemberState::Free && other.index != member.id().0;
         if left && !occupied.is_taken(u16::from(other.index)) {
+            if other.state == MemberState::Joining {
+                // It never was more; or it is by now, and somebody else's business.
+                let reaped = member.reap_joining(MemberId(other.index), other.generation);
+                tracing::warn!(seat = other.index, ?reaped, "a member died while it joined");
+                continue;
+            }
             let expelled = member.expel(MemberId(other.index), other.generation);
             if other.state == MemberState::Joined && !expelled.done {
                 // An expelled member cannot mark it: another one will.

@@ -8,7 +8,7 @@ use std::thread;
 use super::kit::*;
 use crate::{
     Acquired, Control, ErrorKind, MAX_MEMBERS, MemberId, MemberSpec, MemberState, PoolId,
-    sync::Ordering,
+    failpoint::visit, sync::Ordering,
 };
 
 #[test]
@@ -181,4 +181,36 @@ fn a10_an_underflow_poisons_the_member() {
     // The seat stays taken until the process is gone and reaped: what it did is not trusted.
     drop((member, pool));
     assert_eq!(control.inspect().members.len(), 1);
+}
+
+/// A record is taken for a dead joiner's while its joiner, which had lost what proves its life, goes on; or
+/// the joiner is done first. Mutants: a joiner that is done is taken all the same; a joiner does not look
+/// whether the record still is its own.
+#[test]
+fn d1_a_record_is_the_joiner_s_or_the_reaper_s() {
+    let control = cache(2);
+    let reaper = rank(&control);
+    let joined = control.join_at(MemberId(5), MemberSpec::rank(1, 2)).unwrap();
+    let pin = own(&joined.pool(PoolId(0)).unwrap(), &key(1)).publish().unwrap();
+    assert!(!reaper.reap_joining(MemberId(5), joined.generation()).done);
+    assert_eq!(control.inspect().members.len(), 2);
+    drop(pin);
+    drop(joined);
+
+    let (send, reaped) = std::sync::mpsc::channel();
+    let of_reaper = control.clone();
+    visit::at("join.fields.after", move || {
+        let seen = of_reaper.inspect_members().into_iter().find(|m| m.index == 6).unwrap();
+        assert_eq!(seen.state, MemberState::Joining);
+        let reaped = reaper.reap_joining(MemberId(6), seen.generation);
+        // Somebody else takes the seat at once.
+        let next = of_reaper.join_at(MemberId(6), MemberSpec::rank(3, 4)).unwrap();
+        send.send((reaped.done, next)).unwrap();
+    });
+    let error = control.join_at(MemberId(6), MemberSpec::rank(1, 2)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Fenced, "{error}");
+    let (done, next) = reaped.recv().unwrap();
+    assert!(done);
+    let _fill = own(&next.pool(PoolId(0)).unwrap(), &key(2));
+    assert_eq!(control.inspect().problems, Vec::<String>::new());
 }

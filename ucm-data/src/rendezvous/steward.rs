@@ -173,7 +173,6 @@ pub(crate) struct Steward {
     pub(crate) receiver: Receiver,
     /// The file that is our socket, if seats are files.
     pub(crate) named: Option<(u64, u64)>,
-    /// When to look through the records that joiners may have left.
     /// Given up for a moment when descriptors run out, so that a connection can be refused.
     pub(crate) spare: Option<OwnedFd>,
 }
