@@ -9,6 +9,10 @@ use ucm_data::Token;
 
 use crate::{Generation, ObjectKey, PeerId};
 
+/// Places that a served directory tells of one key: enough to try another one, and a full batch stays
+/// within a frame.
+pub(crate) const PLACES: usize = 8;
+
 /// Which kind of memory an object lies in; nearer first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]

@@ -20,6 +20,7 @@ use crate::{
     ByteRange, DirectoryError, GetOutcome, Medium as _, Member, ObjectKey, PageList, PeerId,
     PeerUsage, Pending, PutOutcome, Record, RemoveOutcome, Token,
     core::walk,
+    directory::PLACES,
     service::{LEASE, Leased, Link, LinkError},
 };
 
@@ -230,28 +231,49 @@ impl Inner {
         keys: &[ObjectKey],
         deadline: Instant,
     ) -> Vec<RemoveOutcome> {
-        for key in keys {
-            self.routes.forget(key);
+        let mut outcomes: Vec<_> =
+            self.with(|table| keys.iter().map(|key| table.remove(key)).collect());
+        let mut places: Vec<(ObjectKey, &mut RemoveOutcome)> =
+            keys.iter().copied().zip(&mut outcomes).collect();
+        // A directory may tell only some of the places, and others when those are gone.
+        while !places.is_empty() {
+            places = self.remove_where_told(places, deadline);
         }
-        let located = self.routes.locate(keys, deadline);
+        self.announcer.ring();
+        outcomes
+    }
+
+    /// Takes objects away from where the directory says that they are; those that may be elsewhere as well.
+    fn remove_where_told<'a>(
+        &self,
+        keys: Vec<(ObjectKey, &'a mut RemoveOutcome)>,
+        deadline: Instant,
+    ) -> Vec<(ObjectKey, &'a mut RemoveOutcome)> {
+        let names: Vec<_> = keys.iter().map(|(key, _)| *key).collect();
+        names.iter().for_each(|key| self.routes.forget(key));
+        let located = self.routes.locate(&names, deadline);
         // Told of at once: the owners do so when they come to it.
         let mut gone: Vec<(ObjectKey, Record)> = Vec::new();
-        let outcomes = keys.iter().zip(located).map(|(key, located)| {
-            let mut outcome = self.with(|table| table.remove(key));
-            let Ok(records) = located else { return RemoveOutcome::PeerDown };
+        let mut again = Vec::new();
+        for ((key, outcome), located) in keys.into_iter().zip(located) {
+            let Ok(records) = located else {
+                *outcome = RemoveOutcome::PeerDown;
+                continue;
+            };
+            let (told, before) = (records.len(), gone.len());
             for record in records {
                 if record.peer == self.options.me {
-                    gone.push((*key, record));
+                    gone.push((key, record));
                     continue;
                 }
                 let removed = self
                     .link(&record, deadline)
-                    .and_then(|link| link.remove(&[*key], deadline))
+                    .and_then(|link| link.remove(&[key], deadline))
                     .map(|mut all| all.pop());
                 if matches!(removed, Ok(_) | Err(LinkError::Restarted)) {
-                    gone.push((*key, record));
+                    gone.push((key, record));
                 }
-                outcome = match (removed, outcome) {
+                *outcome = match (removed, *outcome) {
                     (Ok(Some(RemoveOutcome::Removed)), RemoveOutcome::Miss) => {
                         RemoveOutcome::Removed
                     }
@@ -261,17 +283,19 @@ impl Inner {
                     (Err(_), _) => RemoveOutcome::PeerDown,
                 };
             }
-            self.routes.forget(key);
-            outcome
-        });
-        let outcomes = outcomes.collect();
+            self.routes.forget(&key);
+            // Only if it tells others the next time.
+            if told >= PLACES && gone.len() - before == told {
+                again.push((key, outcome));
+            }
+        }
         if !gone.is_empty()
             && let Err(error) = self.routes.directory().withdraw(&gone, deadline)
         {
             tracing::debug!(%error, "the directory still tells of removed objects");
+            again.clear();
         }
-        self.announcer.ring();
-        outcomes
+        again
     }
 
     /// Marks objects as used: here at once, where else they are soon.

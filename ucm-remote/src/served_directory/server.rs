@@ -22,13 +22,12 @@ use ucm_transport::{
 use super::wire::{self, Head, Op};
 use crate::{
     Directory, DirectoryError, Epoch, Member, ObjectKey, PeerId, Record, Token,
+    directory::PLACES,
     service::wire::{Fields, Malformed},
 };
 
 /// Bytes of a call or an answer: all records of a full batch.
 const FRAME: u32 = 16 << 20;
-/// Places that are told of one key: enough to try another one, and a full batch stays below [`FRAME`].
-const PLACES: usize = 8;
 /// For what the directory does by itself.
 const PATIENCE: Duration = Duration::from_secs(1);
 

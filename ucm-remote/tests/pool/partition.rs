@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 
 use ucm_remote::{
     Directory as _, DirectoryClient, DirectoryServer, EmbeddedDirectory, GetOutcome, Medium as _,
-    PeerId, PutOutcome,
+    PeerId, PutOutcome, RemotePool as _,
 };
 
 use crate::kit::{
@@ -150,4 +150,22 @@ fn of_many_places_a_few_are_told() {
     assert!(told.iter().all(|places| places.len() == 8));
     let peers: std::collections::HashSet<_> = told.iter().flatten().map(|r| r.boot).collect();
     assert_eq!(peers.len(), 100, "each is somebody's");
+}
+
+/// Mutant: a removal takes away only what it was told of at first.
+#[test]
+fn what_is_removed_is_gone_from_more_places_than_are_told_at_once() {
+    let of = serve();
+    let names = ["n0", "n1", "n2", "n3", "n4", "n5", "n6", "n7", "n8", "n9"];
+    let halves: Vec<_> = names.iter().map(|name| node(name, &of)).collect();
+    assert_eq!(halves[0].node.put(1, 1, LEN), PutOutcome::Created);
+    for half in &halves[1..] {
+        eventually("its place is known", || half.read(1, 0, LEN) == Some(1));
+    }
+    let places = || of.directory.locate(&[key(1)], soon()).unwrap()[0].len();
+    eventually("all have it", || places() == names.len());
+    let removed = halves[3].node.client.remove(&[key(1)], soon());
+    assert_eq!(removed, [ucm_remote::RemoveOutcome::Removed]);
+    assert!(halves.iter().all(|half| !half.node.is_resident(1)));
+    assert_eq!(places(), 0);
 }
