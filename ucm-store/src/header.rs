@@ -24,14 +24,33 @@
 //! | 88 + n | … | zero up to 4096 |
 //! | 4096 | … | payload, then zero up to a multiple of 4096 |
 
-use crate::xxh3::xxh3_64;
+use std::{
+    sync::atomic::{AtomicU64, Ordering},
+    time::{SystemTime, UNIX_EPOCH},
+};
 
-use crate::{ErrorKind, StoreError};
+use crate::{ErrorKind, StoreError, xxh3::xxh3_64};
 
 /// Length of the header, and what everything in the file is aligned to.
 pub(crate) const HEADER_BYTES: usize = 4096;
 /// Longest namespace descriptor.
 pub(crate) const MAX_DESCRIPTOR_BYTES: usize = HEADER_BYTES - DESCRIPTOR_AT;
+
+/// Makes the generations of headers, of all dumps of one backend.
+#[derive(Debug, Default)]
+pub(crate) struct Generations(AtomicU64);
+
+impl Generations {
+    /// Time in nanoseconds, growing from dump to dump of this process.
+    pub(crate) fn next(&self) -> u64 {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+        let next = |last: u64| now.max(last.saturating_add(1));
+        let update =
+            self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |last| Some(next(last)));
+        next(update.unwrap_or_else(|last| last))
+    }
+}
 
 const MAGIC: [u8; 8] = *b"UCMOBJ\r\n";
 const VERSION: u32 = 1;

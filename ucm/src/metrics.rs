@@ -261,8 +261,8 @@ fn queue(sheet: &mut Sheet, labels: &[(&'static str, String)], stats: &QueueStat
 /// The values of a peer of the remote pool.
 pub(crate) fn of_agent(stats: &AgentStats) -> Vec<Metric> {
     let mut sheet = Sheet::default();
-    for ((name, help, falls), (_, value)) in AgentStats::MEANINGS.iter().zip(stats.list()) {
-        let kind = if *falls { MetricKind::Gauge } else { MetricKind::Counter };
+    for (name, help, falls, value) in stats.list() {
+        let kind = if falls { MetricKind::Gauge } else { MetricKind::Counter };
         sheet.count("remote", (name, help, kind), &[], value);
     }
     sheet.0

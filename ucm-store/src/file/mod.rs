@@ -103,7 +103,7 @@ struct Inner {
     /// Bytes stored since then.
     stored: AtomicU64,
     counters: Counters,
-    last_generation: AtomicU64,
+    generations: header::Generations,
     /// Corrupt objects that could not be put aside.
     refused: Mutex<HashSet<Key>>,
 }
@@ -247,7 +247,7 @@ impl FileBackend {
             buffers,
             failpoints: FailPoints::default(),
             counters,
-            last_generation: AtomicU64::new(0),
+            generations: header::Generations::default(),
             refused: Mutex::default(),
         });
         let mut rings = None;
@@ -655,17 +655,6 @@ impl Inner {
     fn remove(&self, key: &Key) -> Result<(), StoreError> {
         let removed = self.space.remove_object(&key.0, key.1).map(|_| self.accept(*key));
         removed.map_err(|e| StoreError::new(ErrorKind::Io, format!("remove: {e}")))
-    }
-
-    /// Time in nanoseconds, growing from dump to dump of this process.
-    fn next_generation(&self) -> u64 {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
-        let next = |last: u64| now.max(last.saturating_add(1));
-        let update =
-            self.last_generation
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |last| Some(next(last)));
-        next(update.unwrap_or_else(|last| last))
     }
 
     /// Takes corrupt packed objects out of the index; their bytes are kept aside.

@@ -218,7 +218,7 @@ impl Inner {
         let header = Header {
             block: *op.block(),
             shard: op.shard(),
-            generation: self.next_generation(),
+            generation: self.generations.next(),
             payload_bytes: op.memory().len() as u64,
             payload_hash,
             descriptor: &self.descriptor,

@@ -27,7 +27,7 @@ impl Inner {
         let header = Header {
             block: *op.block(),
             shard: op.shard(),
-            generation: self.next_generation(),
+            generation: self.generations.next(),
             payload_bytes: payload.len() as u64,
             payload_hash: xxh3_64(&payload),
             descriptor: &self.descriptor,

@@ -73,7 +73,7 @@ struct Inner {
     begun: Mutex<usize>,
     idle: Condvar,
     counters: Counters,
-    last_generation: AtomicU64,
+    generations: header::Generations,
 }
 
 #[derive(Debug, Default)]
@@ -152,7 +152,7 @@ impl ObjectBackend {
             begun: Mutex::new(0),
             idle: Condvar::new(),
             counters: Counters::default(),
-            last_generation: AtomicU64::new(0),
+            generations: header::Generations::default(),
         });
         let probe = runtime.block_on(async { timeout(config.deadline, inner.probe()).await });
         let creates = probe.unwrap_or_else(|_| Err(inner.too_late())).map_err(|e| {
@@ -426,17 +426,6 @@ impl Inner {
             self.deadline.as_millis()
         );
         StoreError::new(ErrorKind::Io, message)
-    }
-
-    /// Time in nanoseconds, growing from dump to dump of this process.
-    fn next_generation(&self) -> u64 {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let now = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
-        let next = |last: u64| now.max(last.saturating_add(1));
-        let update =
-            self.last_generation
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |last| Some(next(last)));
-        next(update.unwrap_or_else(|last| last))
     }
 }
 

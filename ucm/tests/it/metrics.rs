@@ -62,8 +62,8 @@ fn table(rank: &Rank) -> String {
         let name = full_name(&metric.name, metric.kind);
         rows.insert(name, (labels.join(" "), metric.help));
     }
-    for (name, help, falls) in AgentStats::MEANINGS {
-        let kind = if *falls { MetricKind::Gauge } else { MetricKind::Counter };
+    for (name, help, falls, _) in AgentStats::default().list() {
+        let kind = if falls { MetricKind::Gauge } else { MetricKind::Counter };
         let name = full_name(&format!("ucm_remote_{}", name.replace("_ns", "_seconds")), kind);
         rows.insert(name, (String::new(), help));
     }

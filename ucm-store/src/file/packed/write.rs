@@ -129,7 +129,7 @@ impl Packed {
                 segment: writer.id,
                 place: u32::try_from(at / ENTRY_BYTES as u64).unwrap_or(u32::MAX),
                 payload_bytes,
-                generation: inner.next_generation(),
+                generation: inner.generations.next(),
                 payload_hash: xxh3_64(payload),
             };
             head.copy_from_slice(&entry.encode());
