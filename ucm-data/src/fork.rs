@@ -47,15 +47,26 @@ impl AsFd for SharedFd {
     }
 }
 
-/// A descriptor that a forked child cannot use.
+/// A descriptor that a forked child cannot use, and that knows its file again.
 #[derive(Debug)]
-pub(crate) struct GuardedFd(OwnedFd);
+pub(crate) struct GuardedFd {
+    fd: OwnedFd,
+    file: Option<(u64, u64)>,
+}
 
 impl GuardedFd {
     pub(crate) fn new(fd: OwnedFd) -> Self {
         install();
         mark(fd.as_raw_fd(), true);
-        Self(fd)
+        let file = file_of(fd.as_fd());
+        Self { fd, file }
+    }
+
+    /// False when another part of the program has closed it, and perhaps got its number for another
+    /// file. Where the kernel does not tell files of a kind apart (pidfds before Linux 6.9, eventfds),
+    /// another one of that kind goes for it.
+    pub(crate) fn is_ours(&self) -> bool {
+        self.file.is_some() && file_of(self.as_fd()) == self.file
     }
 
     /// Guards a descriptor of which no child may have a copy, not even one that another thread forks
@@ -82,14 +93,19 @@ impl GuardedFd {
 
 impl AsFd for GuardedFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
+}
+
+/// Device and number of an open file.
+fn file_of(fd: BorrowedFd<'_>) -> Option<(u64, u64)> {
+    rustix::fs::fstat(fd).ok().map(|stat| (stat.st_dev, stat.st_ino))
 }
 
 impl Drop for GuardedFd {
     fn drop(&mut self) {
         // Before the close: the number may be reused by an unguarded descriptor right after it.
-        mark(self.0.as_raw_fd(), false);
+        mark(self.fd.as_raw_fd(), false);
     }
 }
 

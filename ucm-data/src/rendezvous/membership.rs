@@ -274,11 +274,10 @@ impl Membership {
     /// Makes the steward ask its hooks for the next deadline again.
     ///
     /// # Errors
-    /// `Poisoned` once the steward has panicked, `Forked` in a forked child.
+    /// `Poisoned` once the steward has panicked or its descriptors were closed, `Forked` in a forked child.
     pub fn poke(&self) -> Result<(), DataError> {
         self.watch.check()?;
-        self.bell.ring();
-        Ok(())
+        if self.bell.ring() { Ok(()) } else { Err(DataError::new(ErrorKind::Poisoned, ROBBED)) }
     }
 
     /// Fails once a hook or the steward itself has panicked, and in a forked child.
@@ -303,7 +302,11 @@ impl Drop for Membership {
             let _never_dropped = ManuallyDrop::new(steward);
             return;
         }
-        self.bell.stop();
+        if !self.bell.stop() {
+            // It may sleep on what was closed and hear nothing: it is left behind.
+            tracing::error!(why = ROBBED, "the steward thread cannot be told to end");
+            return;
+        }
         // Dropped inside a hook, it cannot wait for itself; the steward ends after the hook.
         if steward.thread().id() != std::thread::current().id() && steward.join().is_err() {
             tracing::error!("the steward thread ended by a panic");
@@ -479,6 +482,10 @@ fn acquaint(me: Me, reached: Reached, welcome: Option<&Welcome>) -> (Roster, Vec
     }
     (roster, conns)
 }
+
+/// Somebody has closed what is the cache's.
+pub(crate) const ROBBED: &str = "another part of this program has closed descriptors of the cache (close_range, \
+                                 closefrom); keep it from that and restart";
 
 fn unreachable(directory: &Directory) -> DataError {
     DataError::new(

@@ -57,15 +57,13 @@ impl Life {
     pub(crate) fn is_over(&self) -> bool {
         match self {
             Self::Over => true,
-            Self::Watched(pidfd) => {
-                is_ready(pidfd.as_fd(), PollFlags::IN) && is_pidfd(pidfd.as_fd())
-            }
+            Self::Watched(pidfd) => is_ready(pidfd.as_fd(), PollFlags::IN) && is_still_of_it(pidfd),
         }
     }
 
     /// Somebody has closed the pidfd, or even put something else into its place.
     pub(crate) fn is_lost(&self) -> bool {
-        self.pidfd().is_some_and(|pidfd| !is_pidfd(pidfd))
+        matches!(self, Self::Watched(pidfd) if !is_still_of_it(pidfd))
     }
 
     pub(crate) fn pidfd(&self) -> Option<BorrowedFd<'_>> {
@@ -114,8 +112,13 @@ fn peer_pidfds_are_known() -> bool {
     *KNOWN.get_or_init(|| known)
 }
 
-/// Whether this still is a pidfd, of a process that runs or not: nobody guards a number against
-/// `close` elsewhere in the program.
+/// Whether this still is the pidfd of that process: nobody guards a number against `close` elsewhere in
+/// the program, and another pidfd may have it by then.
+fn is_still_of_it(pidfd: &GuardedFd) -> bool {
+    pidfd.is_ours() && is_pidfd(pidfd.as_fd())
+}
+
+/// Of a process that runs or not.
 fn is_pidfd(fd: BorrowedFd<'_>) -> bool {
     let nothing = std::ptr::null::<libc::siginfo_t>();
     // SAFETY: signal 0 is never delivered, and the null pointer means "no information".
@@ -246,6 +249,32 @@ mod tests {
         let gone = pidfd_of(child.id());
         child.wait().unwrap();
         assert!(gone.is_over() && !gone.is_lost());
+    }
+
+    /// A child watcher of the same program got the number of a pidfd that somebody had closed. Mutant: any
+    /// pidfd will do.
+    #[test]
+    fn d1_another_process_s_pidfd_in_its_place_proves_nothing() {
+        let mut sleeper = Command::new("sleep").arg("600").spawn().unwrap();
+        let mut child = Command::new("true").spawn().unwrap();
+        let (life, other) = (pidfd_of(sleeper.id()), pidfd_of(child.id()));
+        child.wait().unwrap();
+        let ino = |fd: &GuardedFd| rustix::fs::fstat(fd.as_fd()).unwrap().st_ino;
+        let (Life::Watched(pidfd), Life::Watched(ended)) = (&life, &other) else {
+            panic!("they were alive");
+        };
+        let told_apart = ino(pidfd) != ino(ended);
+        assert!(!life.is_over() && !life.is_lost());
+        // SAFETY: both are open; the number stays this object's.
+        assert_ne!(unsafe { libc::dup2(ended.as_fd().as_raw_fd(), pidfd.as_fd().as_raw_fd()) }, -1);
+        if told_apart {
+            assert!(is_ready(life.pidfd().unwrap(), PollFlags::IN) && is_pidfd(pidfd.as_fd()));
+            assert!(!life.is_over() && life.is_lost());
+        } else {
+            println!("SKIP d1_another_process_s_pidfd…: this kernel does not tell pidfds apart");
+        }
+        sleeper.kill().unwrap();
+        sleeper.wait().unwrap();
     }
 
     fn pidfd_of(pid: u32) -> Life {

@@ -22,7 +22,7 @@ use crate::failpoint::failpoint;
 use crate::fork::{GuardedFd, SharedFd};
 use crate::rendezvous::config::{LayoutTag, Offer, Token};
 use crate::rendezvous::directory::Directory;
-use crate::rendezvous::membership::Occupied;
+use crate::rendezvous::membership::{Occupied, ROBBED};
 use crate::rendezvous::process::{Life, Peer, limit_or_os, peer_of};
 use crate::rendezvous::roster::{Action, ConnId, Notice, Roster};
 use crate::rendezvous::socket::{self, Received, Receiver};
@@ -102,14 +102,20 @@ impl Bell {
         Ok(Self { eventfd: GuardedFd::new(fd), stop: AtomicBool::new(false) })
     }
 
-    pub(crate) fn ring(&self) {
-        // Full means it is ringing already.
-        let _ = rustix::io::write(self.eventfd.as_fd(), &1u64.to_ne_bytes());
+    /// False if somebody has closed it: nothing is written to what has its number now.
+    pub(crate) fn ring(&self) -> bool {
+        let ours = self.eventfd.is_ours();
+        if ours {
+            // Full means it is ringing already.
+            let _ = rustix::io::write(self.eventfd.as_fd(), &1u64.to_ne_bytes());
+        }
+        ours
     }
 
-    pub(crate) fn stop(&self) {
+    /// False if the steward cannot hear of it.
+    pub(crate) fn stop(&self) -> bool {
         self.stop.store(true, Ordering::Release);
-        self.ring();
+        self.ring()
     }
 }
 
@@ -197,11 +203,7 @@ impl Steward {
             let ready = self.wait();
             if ready.robbed {
                 // Nothing of the others can be proved any more, and what has our numbers now is not ours.
-                self.watch.poison(
-                    "another part of this program has closed descriptors of the cache (close_range, \
-                     closefrom); keep it from that and restart"
-                        .into(),
-                );
+                self.watch.poison(ROBBED.into());
                 let _never_dropped = std::mem::ManuallyDrop::new(self);
                 return;
             }
@@ -292,6 +294,7 @@ impl Steward {
             if polled.revents().is_empty() {
                 continue;
             }
+            ready.robbed |= polled.revents().contains(PollFlags::NVAL);
             match who {
                 Who::Bell => ready.rung = true,
                 Who::Listener => ready.knocked = true,

@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
+use std::mem::ManuallyDrop;
 use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -35,8 +36,13 @@ fn entry() {
     if std::env::var_os(MARK).is_none() {
         return;
     }
-    let mut actor =
-        Actor { member: None, args: HashMap::new(), grip: Vec::new(), crowd: Vec::new() };
+    let mut actor = Actor {
+        member: None,
+        args: HashMap::new(),
+        grip: Vec::new(),
+        crowd: Vec::new(),
+        robbed: None,
+    };
     say("ready");
     for line in std::io::stdin().lock().lines() {
         let Ok(line) = line else { break };
@@ -56,6 +62,7 @@ struct Actor {
     args: HashMap<String, String>,
     grip: Vec<Segments>,
     crowd: Vec<std::os::fd::OwnedFd>,
+    robbed: Option<Membership>,
 }
 
 impl Actor {
@@ -113,6 +120,19 @@ impl Actor {
             "cycle" => self.cycle(),
             "switches" => say(&format!("switches {}", steward_switches())),
             "resources" => say(&format!("resources {:?}", Resources::now())),
+            "rob" => {
+                // SAFETY: takes no pointers. Nothing here is closed again: what owns it is left behind.
+                assert_eq!(unsafe { libc::close_range(3, libc::c_uint::MAX, 0) }, 0);
+                let member = self.member.take().unwrap();
+                let _never_dropped = ManuallyDrop::new(member.mapped);
+                self.robbed = Some(member.membership);
+                say("robbed");
+            }
+            "check-robbed" => say(&format!("check {:?}", self.robbed.as_ref().unwrap().check())),
+            "leave-robbed" => {
+                drop(self.robbed.take());
+                say("gone");
+            }
             "exec" => {
                 use std::os::unix::process::CommandExt;
                 let error = std::process::Command::new("sleep").arg("600").exec();

@@ -323,3 +323,35 @@ fn d2_a_death_is_heard_while_others_knock() {
     assert_eq!(host.expect("event died 1"), stay);
     host.until_stopped();
 }
+
+/// The program closes all descriptors, the cache's among them: leaving does not wait for a thread that
+/// cannot hear, whether or not the member has noticed. Mutants: leaving waits for the steward; a descriptor
+/// that is none is overlooked.
+#[test]
+fn d1_a_member_whose_descriptors_were_closed_is_poisoned_and_can_go() {
+    let instance = Instance::new();
+    let mut lone = Proc::start();
+    lone.enter(&instance.dir());
+    lone.ask("rob", "robbed");
+    assert!(lone.ask("check-robbed", "check").contains("Ok"), "nothing has woken it");
+    lone.ask("leave-robbed", "gone");
+
+    let instance = Instance::new();
+    let (mut lone, mut next) = (Proc::start(), Proc::start());
+    lone.enter(&instance.dir());
+    lone.ask("rob", "robbed");
+    // Its listener lives as long as it sleeps there; its locks do not.
+    assert!(next.enter(&instance.dir()).created);
+    lone.until_robbed();
+    lone.ask("leave-robbed", "gone");
+
+    let instance = Instance::new();
+    let (mut robbed, mut other) = (Proc::start(), Proc::start());
+    robbed.enter(&instance.dir());
+    other.enter(&instance.dir());
+    robbed.ask("rob", "robbed");
+    // What it sleeps on still is the other one's process.
+    other.kill();
+    robbed.until_robbed();
+    robbed.ask("leave-robbed", "gone");
+}

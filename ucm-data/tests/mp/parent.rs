@@ -99,6 +99,16 @@ impl Proc {
         self.expect(word)
     }
 
+    /// Waits until it has noticed that its descriptors were closed.
+    #[track_caller]
+    pub(crate) fn until_robbed(&mut self) {
+        let deadline = Instant::now() + WATCHDOG;
+        while !self.ask("check-robbed", "check").contains("closed descriptors") {
+            assert!(Instant::now() < deadline, "it has not noticed");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Waits until it holds no more, and no less, than it did.
     #[track_caller]
     pub(crate) fn until_resources(&mut self, before: &str) {
