@@ -705,8 +705,8 @@ impl Drop for MemberInner {
             crate::group::clear(&self.control.region, self.index);
             crate::group::ring_all(&self.control.region, false);
         }
-        // With slots left that nobody can unlink at the moment, the record stays: whoever takes the
-        // seat next clears up first.
+        // With slots left that cannot be unlinked at the moment, the record stays for those who hear of the
+        // leave: they clear up as after a death.
         if !self.retry_leftovers() {
             return;
         }

@@ -169,6 +169,9 @@ impl Scene {
         assert_ne!(victim.seat, "", "{point}: the victim does not go on");
         self.others_go_on(point);
         assert!(victim.process.end().success(), "{point}: the victim fails");
+        // Its teller may have had the last word, and the process ended in the midst of that; or somebody had
+        // the bucket of a slot locked just then. Those who hear of the end clear up.
+        self.reap_the_dead();
         self.check(point, &before, false);
     }
 
@@ -478,12 +481,13 @@ impl Scene {
             // The keepers of leases release in their own time, and a guest's teller may be the one
             // that ends it.
             let members = seen.members.len();
+            let states: Vec<_> = seen.members.iter().map(|m| (m.index, m.state, m.pid)).collect();
             if left == (0, 0, 0, 0, 0) && seen.problems.is_empty() && members == 4 {
                 break;
             }
             let patience = Duration::from_secs(5);
             let problems = seen.problems;
-            assert!(begun.elapsed() < patience, "{point}: {left:?}, {members} left, {problems:?}");
+            assert!(begun.elapsed() < patience, "{point}: {left:?}, {states:?} left, {problems:?}");
             std::thread::yield_now();
         }
         assert_eq!(self.strangers(), [], "{point}");
